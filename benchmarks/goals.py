@@ -59,6 +59,7 @@ SAFE = (
     *zero("samples_twice_uncounted", "hung", "servers_ended", "ended_badly"),
 )
 CHAOS, STUDIES = "tests.chaos", "benchmarks.studies"
+HEALED = "tests/launch/test_healing.py loses hosts"
 RIVALS = "left out: rivals take long to install"
 # What takes hours (confirm) is run by hand, and reads kept rows. Where a benchmark by itself may take ten
 # minutes, this takes a shorter form, so that all end within 75.
@@ -154,6 +155,16 @@ PARTS = (
         (Goal("largest_difference", most=1e-9, timed=False), *zero("not_linear")),
         minutes=1.5,
         tested="tests/inner/test_trace.py",
+    ),
+    Part(
+        "heal",
+        (
+            Goal("lost_host_s", most=60, not_quick=HEALED),
+            Goal("jobs_lost", most=1, timed=False, not_quick=HEALED),
+            Goal("overhead", most=0.003),
+            Goal("ettr", least=0.97, timed=False),
+        ),
+        minutes=3.5,
     ),
     Part("fuzz", zero("crashes", "state_changes", "unclear_errors"), minutes=1.5, package=CHAOS),
     Part(

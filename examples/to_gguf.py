@@ -1,6 +1,6 @@
 """llama.cpp's own converter, for an export whose tokenizer `geotrain prepare` made.
 
-The converter tells how a tokenizer cuts text into words by the ids that it gives a certain text, among those of the
+The converter finds how a tokenizer cuts text into words by the ids that it gives a certain text, among those of the
 tokenizers that it knows, so it refuses a vocabulary that is new. Those of `--train-bpe` and `--bytes` cut as GPT-2's
 does, which is said to it here. An export with another tokenizer needs convert_hf_to_gguf.py alone.
 

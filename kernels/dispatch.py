@@ -172,10 +172,10 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, inverse: bool = False) ->
     """
     x = x.detach()
     if x.dim() != 4 or x.shape[3] % 2 or x.dtype not in LOW_PRECISION or (x.numel() and x.stride(3) != 1):
-        raise ValueError(f"rotate: x must be fp32 or bf16 [sequence, batch, heads, even size], is {_tell(x)}")
+        raise ValueError(f"rotate: x must be fp32 or bf16 [sequence, batch, heads, even size], is {_form(x)}")
     for name, table in (("cosine", cosine), ("sine", sine)):
         if table.shape != (x.shape[0], x.shape[3] // 2) or table.device != x.device:
-            raise ValueError(f"rotate: {name} must be [{x.shape[0]}, {x.shape[3] // 2}], is {_tell(table)}")
+            raise ValueError(f"rotate: {name} must be [{x.shape[0]}, {x.shape[3] // 2}], is {_form(table)}")
     _check("rotate", cosine, {"cosine": cosine, "sine": sine})
     out = x.new_empty(x.shape)
     if x.numel():
@@ -198,7 +198,7 @@ def orthogonalize(matrices: Tensor, coefficients: Coefficients = QUINTIC) -> Ten
     """
     matrices = matrices.detach()
     if matrices.dim() != 3:
-        raise ValueError(f"orthogonalize: matrices must be [batch, rows, columns], is {_tell(matrices)}")
+        raise ValueError(f"orthogonalize: matrices must be [batch, rows, columns], is {_form(matrices)}")
     _check("orthogonalize", matrices, {"matrices": (matrices, LOW_PRECISION)})
     steps = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
     if not steps or not all(math.isfinite(x) for step in steps for x in step):
@@ -228,17 +228,17 @@ def _check(op: str, like: Tensor, tensors: dict[str, Tensor | tuple[Tensor, tupl
         tensor, dtypes = entry if isinstance(entry, tuple) else (entry, (torch.float32,))
         if tensor.dtype not in dtypes or not tensor.is_contiguous():
             wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise ValueError(f"{op}: {name} must be contiguous {wanted}, is {_tell(tensor)}")
+            raise ValueError(f"{op}: {name} must be contiguous {wanted}, is {_form(tensor)}")
         if tensor.numel() != like.numel() or tensor.device != like.device:
-            raise ValueError(f"{op}: {name} must have {like.numel()} elements on {like.device}, is {_tell(tensor)}")
+            raise ValueError(f"{op}: {name} must have {like.numel()} elements on {like.device}, is {_form(tensor)}")
 
 
 def _check_payload(op: str, payload: Tensor, like: Tensor, fmt: PayloadFormat) -> None:
     wanted = fmt.encoded_bytes(like.numel())
     if payload.dtype != torch.uint8 or payload.shape != (wanted,) or payload.device != like.device:
-        raise ValueError(f"{op}: payload must be {wanted} bytes (uint8) on {like.device}, is {_tell(payload)}")
+        raise ValueError(f"{op}: payload must be {wanted} bytes (uint8) on {like.device}, is {_form(payload)}")
 
 
-def _tell(tensor: Tensor) -> str:
+def _form(tensor: Tensor) -> str:
     kind = str(tensor.dtype).removeprefix("torch.")
     return f"{kind} of shape {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"

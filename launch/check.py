@@ -162,7 +162,7 @@ def check_tokenizer(run: RunConfig) -> None:
     model has. Raises DataError."""
     known: dict[str, str | None] = {}
     for prefix in run.data.prefixes:
-        with contextlib.suppress(DataError):  # what is wrong with data is told by `check_split`
+        with contextlib.suppress(DataError):  # what is wrong with data is reported by `check_split`
             known[prefix] = read_manifest(prefix).tokenizer_sha256
     if run.data.tokenizer:
         place = f"data.tokenizer = {run.data.tokenizer!r}"

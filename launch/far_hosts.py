@@ -25,7 +25,7 @@ def prepare_far_hosts(request: LaunchRequest, folder: Path, added: bool = False)
     Look for the ranks' data and the shards' certificates there.
 
     folder: the run's, absolute, with its files written. added: the sites join a run that is on: shards of its
-    global server hear of them by these files. Raises ConfigError, which names the host.
+    global server learn of them by these files. Raises ConfigError, which names the host.
     """
     wanted: dict[tuple[HostLauncher, str], list[str]] = {}
     for home, worker in request.cluster.workers:

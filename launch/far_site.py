@@ -119,7 +119,7 @@ class SiteFiles:
 
 def start_of(process: int) -> int:
     """Start of a process, in clock ticks since the machine's: no other process has both its number and its start.
-    Clocks are set, so the time of day would not tell. Raises ProcessLookupError."""
+    Clocks are set, so the time of day would not do. Raises ProcessLookupError."""
     try:
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
     except FileNotFoundError:

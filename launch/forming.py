@@ -297,7 +297,7 @@ class Forming:
         lost = {host: why for host, (why, _) in self._lost.items()}
         reasons = {**lost, **{host: f"cordoned: {why}" for host, why in self._cordoned.items()}}
         without = sorted(own - set(hosts))
-        why = "; ".join(f"without {host}: {reasons.get(host, 'its layout has no use for it')}" for host in without)
+        why = "; ".join(f"without {host}: {reasons.get(host, 'its layout does not use it')}" for host in without)
         layout = WorkerSetup.of(self.run, self.formed).parallel.text(self.formed.ranks)
         path = self.folder / formed_file(self.configured.name)
         if before != self.formed:

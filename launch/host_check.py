@@ -35,7 +35,7 @@ HERE = "this machine"
 ASK_S = 60.0  # for one command to answer: ssh, Python's imports there, torch's where there are GPUs
 SITE_S = 150.0  # for a region's machine, which asks its hosts
 AT_ONCE = 64  # commands
-NO_FACTS = "it told nothing of itself"  # though the command went well
+NO_FACTS = "it reported nothing of itself"  # though the command went well
 
 
 def hosts_of(
@@ -196,16 +196,16 @@ def check_far_sites(run: RunConfig, cluster: ClusterConfig) -> list[Finding]:
         said, why = ask(command, SITE_S, input=there.to_line())
         for line in said.splitlines():
             if MARK in line:
-                told = [Finding(**each) for each in json.loads(line.partition(MARK)[2])]
-                return [replace(each, host=host if each.host == HERE else f"{host} → {each.host}") for each in told]
+                theirs = [Finding(**each) for each in json.loads(line.partition(MARK)[2])]
+                return [replace(each, host=host if each.host == HERE else f"{host} → {each.host}") for each in theirs]
         return [_unreached(host, why)]
 
     far = [(name, site.ssh) for name, site in cluster.sites.items() if site.ssh is not None]
     if not far:
         return []
     with ThreadPoolExecutor(min(AT_ONCE, len(far))) as pool:
-        told = [found for each in pool.map(lambda pair: look_at(*pair), far) for found in each]
-    return list(dict.fromkeys(told))  # a machine may keep two sites
+        listed = [found for each in pool.map(lambda pair: look_at(*pair), far) for found in each]
+    return list(dict.fromkeys(listed))  # a machine may keep two sites
 
 
 def answer_for_site() -> int:
@@ -221,7 +221,7 @@ def answer_for_site() -> int:
     return 0
 
 
-# ---------------------------------------------------------------------------------------------------------- telling
+# ---------------------------------------------------------------------------------------------------------- reporting
 
 
 def show(found: list[Finding], console: Console) -> None:

@@ -177,7 +177,7 @@ def _nccl() -> str | None:
 
 
 def read_gpus() -> tuple[tuple[GpuFacts, ...], str]:
-    """Ask the driver for the host's GPUs; returns also what it said of those that it could not tell of. Nothing where
+    """Ask the driver for the host's GPUs; returns also what it said of those that it could not read. Nothing where
     no driver is installed."""
     try:
         return within(NVML_S, _all_gpus)

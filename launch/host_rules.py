@@ -65,7 +65,7 @@ class Look:
     answered_s: float
 
 
-Tell = Callable[..., None]  # (what, remedy, refuses = True): adds a finding of one host
+Report = Callable[..., None]  # (what, remedy, refuses = True): adds a finding of one host
 
 
 def findings(looks: Mapping[str, Look], resume: bool = False) -> list[Finding]:
@@ -74,31 +74,31 @@ def findings(looks: Mapping[str, Look], resume: bool = False) -> list[Finding]:
     found = list[Finding]()
     for host, look in looks.items():
 
-        def tell(what: str, remedy: str, refuses: bool = True, host: str = host) -> None:
+        def report(what: str, remedy: str, refuses: bool = True, host: str = host) -> None:
             found.append(Finding(host, what, remedy, refuses))
 
-        _check_host(look, resume, tell)
-        _check_transformer_engine(look, tell)
+        _check_host(look, resume, report)
+        _check_transformer_engine(look, report)
         if ranks := sum(needs.ranks for needs in look.needs if not needs.on_cpu):
-            _check_devices(look, ranks, tell)
+            _check_devices(look, ranks, report)
     for worker in sorted({needs.worker for look in looks.values() for needs in look.needs}):
         mine = {h: look.facts for h, look in looks.items() if any(n.worker == worker for n in look.needs)}
         found += _between(worker, mine)
     return found
 
 
-def _check_host(look: Look, resume: bool, tell: Tell) -> None:
+def _check_host(look: Look, resume: bool, report: Report) -> None:
     facts = look.facts
     ahead_s, behind_s = facts.clock_s - look.answered_s, look.asked_s - facts.clock_s
     if (off_s := max(ahead_s, behind_s)) > CLOCK_S:
         way = "ahead of" if ahead_s > behind_s else "behind"
-        tell(f"its clock is {off_s:.0f} s {way} this machine's", "let it follow a time server (chrony, ntp)", False)
+        report(f"its clock is {off_s:.0f} s {way} this machine's", "let it follow a time server (chrony, ntp)", False)
     if look.needs and facts.torch is None:
-        tell(f"Python {facts.python} there has no torch", "`make install` there")
+        report(f"Python {facts.python} there has no torch", "`make install` there")
     mine = {port for needs in look.needs for port in needs.ports}  # a command may ask several hosts alike
     for port in sorted(mine & set(facts.taken_ports)):
         remedy = "end what listens there, or give the worker another master_port"
-        tell(f"port {port} is taken", remedy, not resume)
+        report(f"port {port} is taken", remedy, not resume)
     networks = facts.networks or Networks()
     for who, variable, used in (
         ("gloo", "GLOO_SOCKET_IFNAME", networks.gloo),
@@ -107,75 +107,75 @@ def _check_host(look: Look, resume: bool, tell: Tell) -> None:
         fastest = max(networks.interfaces, key=lambda each: each.mbit_s or 0, default=None)
         if used is not None and fastest is not None and used.mbit_s and (fastest.mbit_s or 0) >= 2 * used.mbit_s:
             remedy = f"{variable}={fastest.name} in the worker's env, if the hosts reach each other over it"
-            tell(f"{who} will use {used}, where {fastest} is faster", remedy, False)
+            report(f"{who} will use {used}, where {fastest} is faster", remedy, False)
     if facts.free_bytes < (wanted := 2 * sum(needs.checkpoint_bytes for needs in look.needs)):
         what = f"{_gb(facts.free_bytes)} are free for the run's folder, two checkpoints take {_gb(wanted)}"
-        tell(what, "make room, or give checkpoint.folder another place", False)
+        report(what, "make room, or give checkpoint.folder another place", False)
 
 
-def _check_devices(look: Look, ranks: int, tell: Tell) -> None:
+def _check_devices(look: Look, ranks: int, report: Report) -> None:
     """Check the GPUs of a host. ranks: that would use a GPU each."""
     facts = look.facts
     if facts.unusable:
         # The message ends with advice for this machine; the table has its own.
-        tell(facts.unusable.partition(". Install ")[0], cuda_driver.remedy(facts.driver, facts.cuda))
+        report(facts.unusable.partition(". Install ")[0], cuda_driver.remedy(facts.driver, facts.cuda))
     if facts.nvml_error:
         known = (text for part, text in _BROKEN.items() if part in facts.nvml_error)
-        tell(f"the driver says: {facts.nvml_error}", next(known, "look at `nvidia-smi` and `dmesg` there"), False)
+        report(f"the driver says: {facts.nvml_error}", next(known, "look at `nvidia-smi` and `dmesg` there"), False)
     kinds = ", ".join(sorted({needs.device for needs in look.needs if needs.device}))
     if facts.usable:
         shared = all(needs.shares for needs in look.needs if not needs.on_cpu)
         if ranks > facts.usable and not shared:
             remedy = f"lower the host's `slots`, show it more GPUs, or set {SHARE_DEVICES}=1 in the workers' env"
-            tell(f"{ranks} ranks, but {facts.usable} GPUs", remedy)
+            report(f"{ranks} ranks, but {facts.usable} GPUs", remedy)
         for gpu in facts.gpus[:ranks]:
             most = max(needs.memory_bytes for needs in look.needs)
-            _check_gpu(gpu, -(-ranks // facts.usable) if shared else 1, most, tell)
+            _check_gpu(gpu, -(-ranks // facts.usable) if shared else 1, most, report)
         if not facts.headers:
-            tell("Python.h is missing: Triton compiles with it", "install Python's headers (Debian: python3-dev)")
+            report("Python.h is missing: Triton compiles with it", "install Python's headers (Debian: python3-dev)")
         if not facts.compiler:
-            tell("there is no C compiler: Triton starts one", "install gcc, or name one in CC")
+            report("there is no C compiler: Triton starts one", "install gcc, or name one in CC")
         if ranks > 1 and facts.shm_bytes is not None and facts.shm_bytes < SHM_BYTES:
-            tell(
+            report(
                 f"{facts.shm_bytes // MIB} MiB are free in /dev/shm", "docker run --shm-size=8g, or --ipc=host", False
             )
     elif kinds and not facts.unusable:
         what = f"no GPU is visible, the cluster file says {kinds}: its ranks compute on the CPU"
-        tell(what, "check the driver; a container must be started with the GPUs", False)
+        report(what, "check the driver; a container must be started with the GPUs", False)
 
 
-def _check_transformer_engine(look: Look, tell: Tell) -> None:
+def _check_transformer_engine(look: Look, report: Report) -> None:
     facts = look.facts
     for needs in filter(lambda needs: needs.asks, look.needs):
         if needs.on_cpu or not facts.usable:
-            tell(f"{needs.asks} needs GPUs; its ranks compute on the CPU", "leave it out")
+            report(f"{needs.asks} needs GPUs; its ranks compute on the CPU", "leave it out")
             continue
         if facts.transformer_engine is None:
             remedy = "install transformer-engine there (docs/gpu.md), or leave it out for this worker"
-            tell(f"{needs.asks} needs Transformer Engine, which is not installed", remedy)
+            report(f"{needs.asks} needs Transformer Engine, which is not installed", remedy)
         for gpu in facts.gpus[: needs.ranks]:
             if gpu.capability is not None and gpu.capability < needs.capability:
                 has, least = dotted(gpu.capability), dotted(needs.capability)
                 what = f"{needs.asks} needs compute capability {least}, GPU {gpu.index} ({gpu.name}) has {has}"
-                tell(what, "choose another recipe, or leave it out for this worker")
+                report(what, "choose another recipe, or leave it out for this worker")
 
 
-def _check_gpu(gpu: GpuFacts, ranks: int, rank_bytes: int, tell: Tell) -> None:
+def _check_gpu(gpu: GpuFacts, ranks: int, rank_bytes: int, report: Report) -> None:
     """Check one GPU. ranks: that use it. rank_bytes: the most that one needs."""
     name, needed_bytes = f"GPU {gpu.index} ({gpu.name})", ranks * rank_bytes
     if gpu.compute_mode == PROHIBITED or (ranks > 1 and gpu.compute_mode == EXCLUSIVE):
-        tell(f"{name} is in compute mode {gpu.compute_mode}", f"nvidia-smi -i {gpu.index} -c DEFAULT")
+        report(f"{name} is in compute mode {gpu.compute_mode}", f"nvidia-smi -i {gpu.index} -c DEFAULT")
     elif gpu.processes or (gpu.used_bytes or 0) > BUSY_BYTES:
         by = ", ".join(gpu.processes) or "processes that this container does not show"
         used = "" if gpu.used_bytes is None else f", {_gb(gpu.used_bytes)}"
-        tell(f"{name} is used by {by}{used}", "end what uses it, or hide it with CUDA_VISIBLE_DEVICES", False)
+        report(f"{name} is used by {by}{used}", "end what uses it, or hide it with CUDA_VISIBLE_DEVICES", False)
     elif gpu.memory_bytes is not None and gpu.memory_bytes < needed_bytes:
         who = "a rank needs" if ranks == 1 else f"its {ranks} ranks need"
         what = f"{name} has {_gb(gpu.memory_bytes)}, {who} about {_gb(needed_bytes)}"
-        tell(what, "see `geotrain dry-run`: more ranks, recomputation, or smaller batches", False)
+        report(what, "see `geotrain dry-run`: more ranks, recomputation, or smaller batches", False)
     if gpu.ecc_errors:
         what = f"the memory of {name} has had {gpu.ecc_errors} uncorrectable errors since its last reset"
-        tell(what, f"reset it (`nvidia-smi -r -i {gpu.index}`); if they come back, replace it", False)
+        report(what, f"reset it (`nvidia-smi -r -i {gpu.index}`); if they come back, replace it", False)
 
 
 def _between(worker: str, hosts: Mapping[str, HostFacts]) -> list[Finding]:
@@ -188,14 +188,14 @@ def _between(worker: str, hosts: Mapping[str, HostFacts]) -> list[Finding]:
     }
     for what, versions in alike.items():
         if len(set(versions.values())) > 1:
-            told = ", ".join(f"{version} on {host}" for host, version in versions.items())
+            listed = ", ".join(f"{version} on {host}" for host, version in versions.items())
             found.append(
-                Finding(worker, f"its hosts have unlike versions of {what}: {told}", "install the same on all")
+                Finding(worker, f"its hosts have unlike versions of {what}: {listed}", "install the same on all")
             )
     on = {host: facts.usable > 0 for host, facts in hosts.items() if not facts.unusable}
     if len(set(on.values())) > 1:
         without = ", ".join(host for host, has in on.items() if not has)
-        what = f"some of its hosts have GPUs, {without} has none: NCCL and gloo cannot meet"
+        what = f"some of its hosts have GPUs, {without} has none: NCCL and gloo do not mix"
         found.append(Finding(worker, what, "mend that host, or set DS_ACCELERATOR=cpu in the worker's env"))
     return found
 

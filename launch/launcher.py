@@ -216,14 +216,14 @@ def troubles_of(request: LaunchRequest, folder: Path, say: Callable[[str], objec
     names = [worker.name for region, worker in request.cluster.workers if region in request.sites]
     logs = {name: Follower(folder / "events" / f"{name}.jsonl") for name in names}
 
-    def tell(say: Callable[[str], object] = say) -> None:
+    def report(say: Callable[[str], object] = say) -> None:
         for name, log in logs.items():
             for record in log.read():
                 if isinstance(record.event, Trouble):
                     say(f"{name}: {record.event.what}")
 
-    tell(lambda told: None)  # earlier launches have said it
-    return tell
+    report(lambda line: None)  # earlier launches have printed it
+    return report
 
 
 def placed(cluster: ClusterConfig, places: tuple[str, ...]) -> ClusterConfig:
@@ -349,8 +349,8 @@ def _check_folder(run: RunConfig, folder: Path, resume: bool, only: tuple[str, .
     servers = folder / "servers"
     begun = any((servers / site).exists() for site in only) if only else servers.exists()
     if begun and not resume and _is_finished(run, folder):
-        told = _FINISHED.format(folder=folder)
-        raise ConfigError(f"{folder} holds a run that {told} Or use another name or folder")
+        why = _FINISHED.format(folder=folder)
+        raise ConfigError(f"{folder} holds a run that {why} Or use another name or folder")
     if begun and not resume:
         raise ConfigError(
             f"{folder} holds a run already: continue it with --resume, or give this one another name or folder"

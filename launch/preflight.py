@@ -137,16 +137,16 @@ def port_obstacles(run: RunConfig, cluster: ClusterConfig, here: tuple[str, ...]
 
 def cautions(run: RunConfig, cluster: ClusterConfig) -> list[str]:
     """List what does not keep a run from starting, but is seldom meant."""
-    told: list[str] = []
+    notes: list[str] = []
     for worker in Topology(run, cluster).workers.values():
-        told += schedule_cautions({**run.deepspeed, **worker.config.deepspeed}, run.total_steps)
+        notes += schedule_cautions({**run.deepspeed, **worker.config.deepspeed}, run.total_steps)
     if run.data.rampup_batch_size is not None:
-        told.append(
+        notes.append(
             f"data.rampup_batch_size: the run has {run.inner_steps} inner steps, the times foretold are those of its "
             f"{run.total_steps} whole batches; the learning rate goes by samples, in whole batches"
         )
     if run.acco is not None and not uses_muon(run.deepspeed):
-        told.append(
+        notes.append(
             f"acco.form = {run.acco.form!r} without the optimizer Muon: AdamW loses by gradients that are late, and "
             "`exact` sends twice as much; ZeRO-1 with deepspeed.zero_optimization.gradient_bits = 8 and weight_bits "
             "= 4 loses next to nothing, and is faster than `exact` over every link"
@@ -154,39 +154,39 @@ def cautions(run: RunConfig, cluster: ClusterConfig) -> list[str]:
     servers = Topology(run, cluster).servers
     far = [f"{site!r} at {address}" for site, address in servers.items() if not is_loopback(address.listening[0])]
     if far and cluster.security is None:
-        told.append(
+        notes.append(
             f"without `security` in the cluster file, links are plaintext, and everyone who reaches {', '.join(far)} "
             "can take part; `geotrain certs` makes certificates"
         )
     ending = ending_soon(Path(cluster.security.folder)) if cluster.security else {}
     if ending:
-        told.append(
+        notes.append(
             f"{', '.join(ending)}: end on {min(ending.values()):%Y-%m-%d} or soon after, and then no process "
             f"connects any more; {RENEW}"
         )
     ssh = next((site.ssh for site in cluster.sites.values() if site.ssh), None)
     near = [f"{site!r} at {address}" for site, address in servers.items() if address.host in THIS_MACHINE]
     if ssh and near:
-        told.append(
+        notes.append(
             f"{ssh} reaches the server of {near[0]} through a tunnel only; give the `host` by which others reach it "
             "and, if it listens on another address, `bind`"
         )
     tokenizer, family = run.data.tokenizer, run.model.config.get("model_type")
     if family == "qwen2" and tokenizer and _cuts_otherwise(tokenizer):
-        told.append(
+        notes.append(
             f"data.tokenizer = {tokenizer!r}: beside a qwen2 model, transformers' AutoTokenizer cuts text as Qwen's "
             "own, whatever tokenizer.json says, so an export reads text otherwise than it was trained on; make "
             "the model a llama or qwen3, or take a tokenizer of Qwen's"
         )
     if cluster.emulate_links and (reason := wan.cannot_emulate()):
-        told.append(
+        notes.append(
             f"LINKS ARE NOT EMULATED: {reason}. All regions use the plain loopback interface, as fast as it is: "
             "`links` in the cluster file has no effect"
             if run.outer.flat
             else f"links are shaped by a proxy in front of the global server: {reason}. Links between two regions "
             "are as fast as the loopback interface, and no link can be disturbed"
         )
-    return list(dict.fromkeys([*told, *open_links(cluster), *doubts(run, cluster)]))
+    return list(dict.fromkeys([*notes, *open_links(cluster), *doubts(run, cluster)]))
 
 
 def _check_reached(topology: Topology) -> None:
@@ -216,16 +216,16 @@ def schedule_cautions(block: dict[str, Any], total_steps: int) -> list[str]:
     stated: dict[str, Any] = block.get("scheduler", {}).get("params", {})
     kind, params = block.get("scheduler", {}).get("type"), completed(block, total_steps).get("scheduler", {})
     params = params.get("params", {})
-    where, told = "deepspeed.scheduler.params", list[str]()
+    where, notes = "deepspeed.scheduler.params", list[str]()
     total = params.get("total_num_steps")
     if total is not None and total != total_steps:
         then = "the rest trains at the lowest rate" if total < total_steps else "the rate never comes down to its end"
-        told.append(
+        notes.append(
             f"{where}.total_num_steps = {total}, but the run has {total_steps} steps (data.train_samples / "
             f'train_batch_size): {then}; write "auto" to let it follow'
         )
     if kind == "WarmupCosineLR" and "cos_min_ratio" not in stated:
-        told.append(
+        notes.append(
             f"{where}.cos_min_ratio is not stated: by DeepSpeed's default the rate falls to "
             f'{_DEEPSPEED_COS_MIN_RATIO:g} of itself, almost nothing; state it, or write "auto" for {COS_MIN_RATIO:g}'
         )
@@ -233,22 +233,22 @@ def schedule_cautions(block: dict[str, Any], total_steps: int) -> list[str]:
     follows = params.get("warmup_num_steps") != stated.get("warmup_num_steps") or not str(kind).startswith("Warmup")
     if not follows and warmup >= total_steps:
         whose = "" if "warmup_num_steps" in params else " (DeepSpeed's default)"
-        told.append(
+        notes.append(
             f"{where}.warmup_num_steps = {warmup}{whose}, but the run has {total_steps} steps: the rate is never "
             'reached; state fewer, or write "auto"'
         )
     if kind == WSD and warmup + params["decay_num_steps"] > total:
-        told.append(
+        notes.append(
             f"{where}: {warmup} steps of warm-up and {params['decay_num_steps']} of decay are more than the "
             f"schedule's {total}: the rate is never constant; state fewer"
         )
     rate = block.get("optimizer", {}).get("params", {}).get("lr")
     if kind in ("WarmupLR", "WarmupDecayLR") and "warmup_max_lr" not in stated and rate != DEEPSPEED_WARMUP_MAX_LR:
-        told.append(
+        notes.append(
             f"{where}.warmup_max_lr is not stated: DeepSpeed's default {DEEPSPEED_WARMUP_MAX_LR:g} replaces "
             f'deepspeed.optimizer.params.lr = {rate}; state it, or write "auto" for that rate'
         )
-    return told
+    return notes
 
 
 # ------------------------------------------------------------------------------------------------- single checks
@@ -303,7 +303,7 @@ def _check_initial_weights(run: RunConfig) -> None:
 
 def check_states(run: RunConfig, cluster: ClusterConfig, here: tuple[str, ...]) -> None:
     """Check that each worker on this machine that has saved its state still has it, as far as its server's snapshots
-    here tell. Raises ConfigError."""
+    here show. Raises ConfigError."""
     from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore
 
     topology = Topology(run, cluster)
@@ -316,7 +316,7 @@ def check_states(run: RunConfig, cluster: ClusterConfig, here: tuple[str, ...]) 
         member = meta["state"]["members"].get(name, {}) if meta else {}
         # A save is whole before the next begins, and before the worker leaves.
         saved = member.get("job", 0) > (0 if meta and meta["ended"] else 2 * run.checkpoint.every_jobs)
-        if saved and not _holds_state(folder := run.checkpoint_folder / name):
+        if saved and not (_holds_state(folder := run.checkpoint_folder / name) or _has_copy(run, name)):
             raise ConfigError(
                 f"worker {name!r} has trained {member['job']} jobs, and no whole checkpoint of it is in {folder}: "
                 "bring that back; or go on with --without-checkpoints, its optimizer anew at the run's weights"
@@ -332,6 +332,14 @@ def _holds_state(folder: Path) -> bool:
         for manifest, path in manifests(folder)
         if all((path / name).exists() for name in manifest["files"])
     )
+
+
+def _has_copy(run: RunConfig, worker: str) -> bool:
+    from geotrain.checkpoint.copies import stored  # imports torch
+
+    with suppress(OSError):
+        return run.checkpoint.snapshots is not None and bool(stored(run, worker).whole())
+    return False
 
 
 def _check_boards(run: RunConfig) -> None:

@@ -63,10 +63,10 @@ def main() -> int:
     except RuntimeError as error:
         from geotrain.inner.runtime.parallel import lost_rank
 
-        told = lost_rank(error)
-        if told is None:
+        lost = lost_rank(error)
+        if lost is None:
             raise
-        return failed(args.region, told, 1)
+        return failed(args.region, lost, 1)
     return 0 if finished else EXIT_FORM
 
 
@@ -110,6 +110,7 @@ def train(
         from geotrain.monitor.utilization import peak_flops, training_flops_per_token
         from geotrain.worker.connection import connected
         from geotrain.worker.trainer import Trainer
+        from geotrain.worker.verification import Verifier
 
     def trouble(what: str) -> None:
         say(f"geotrain: worker in {region}: {what}", sys.stderr)
@@ -148,12 +149,18 @@ def train(
             min_step_s=worker.min_step_s,
             peak_flops_per_token_s=None if peak is None else peak / per_token,
         )
+        if share := run.monitor.verified_share:
+            trainer.verify = Verifier(engine, member, trainer.loop.watch, share)
         asked = run.run_folder / end_file(worker.name)
         asked.unlink(missing_ok=True)  # an earlier incarnation was
         may_form = formed or worker.hosts[1:] or cluster.region(region).spare_hosts  # else nobody would ask
         if may_form and not run.outer.rule.synchronous:  # whose rounds all workers end together
             trainer.loop.ends = asked.exists
         trainer.checkpoints.files.may_lack = formed
+        if run.checkpoint.snapshots is not None or worker.hosts[1:]:
+            from geotrain.checkpoint.copies import CheckpointCopies  # it imports what servers are of
+
+            CheckpointCopies(trainer.checkpoints.files, run, worker.name, member.write_event)
         trainer.train(resume)
     engine.close()
     return trainer.loop.finished

@@ -60,7 +60,7 @@ def library_settings(
     `precision.deterministic_mode`. traces: a folder in which torch leaves the last collectives of a rank that hangs
     (its flight recorder, of NCCL); None: where torch has it. extensions: where torch compiles extensions; None: where
     torch does, for all processes of this user. MASTER_ADDR in `env` decides which network interface the
-    ranks meet over. Raises ConfigError if `env` contradicts what is asked for.
+    ranks use. Raises ConfigError if `env` contradicts what is asked for.
     """
     wanted = {
         "OMP_NUM_THREADS": str(max(1, cores // ranks_here)),  # torch's default is all cores, for every rank
@@ -114,7 +114,7 @@ def _check_deterministic(env: Mapping[str, str]) -> None:
         "NCCL_ALGO": "NVLS" in algorithms and not algorithms.startswith("^"),
     }
     if names := [name for name, is_wrong in wrong.items() if is_wrong]:
-        told = ", ".join(f"{name} = {env[name]!r}" for name in names)
+        named = ", ".join(f"{name} = {env[name]!r}" for name in names)
         raise ConfigError(
-            f"precision.deterministic_mode does not go with {told} in the worker's environment; take it out of there"
+            f"precision.deterministic_mode does not go with {named} in the worker's environment; take it out of there"
         )

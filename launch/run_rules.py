@@ -10,8 +10,10 @@ from geotrain.config import (
     SHORT_RUN,
     ClusterConfig,
     ConfigError,
+    ParallelConfig,
     RegionMomentumConfig,
     RunConfig,
+    WorkerConfig,
 )
 from geotrain.launch.launchers.registry import launcher_of
 from geotrain.launch.terminal import size
@@ -25,7 +27,8 @@ def misfits(run: RunConfig, cluster: ClusterConfig) -> Iterator[ConfigError]:
     from geotrain.plan.model.memory import tightest_rank
     from geotrain.plan.model.server_hosts import too_small_hosts
 
-    for _, worker in cluster.workers:
+    for region, worker in cluster.workers:
+        yield from _mixed_sites(worker, region, worker.parallel or run.parallel)
         parts, room, kind = tightest_rank(run, cluster, worker)
         if kind is not None and (needed := sum(parts.values())) > room:
             most = max(parts, key=lambda part: parts[part])
@@ -49,6 +52,17 @@ def misfits(run: RunConfig, cluster: ClusterConfig) -> Iterator[ConfigError]:
             f"outer.local_steps = {local_steps}: the first jobs of {count} workers take {first} inner steps, the run "
             f"has {steps} (data.train_samples / train_batch_size); use at most {max(1, steps // count)}, or more "
             "samples"
+        )
+
+
+def _mixed_sites(worker: WorkerConfig, region: str, parallel: ParallelConfig) -> Iterator[ConfigError]:
+    homes = [host.region or region for host in worker.hosts for _ in range(host.slots)]
+    width = len(homes) // (parallel.pipeline * parallel.sites)  # ranks of a stage in a site
+    mixed = [run for i in range(0, len(homes), width) if len(set(run := homes[i : i + width])) > 1]
+    if parallel.sites > 1 and mixed:
+        yield ConfigError(
+            f"worker {worker.name!r}: parallel.sites = {parallel.sites}, but a site's ranks lie in "
+            f"{' and '.join(sorted(set(mixed[0])))}; list the hosts of each pipeline stage region by region"
         )
 
 
@@ -77,6 +91,8 @@ def _shared_devices(cluster: ClusterConfig) -> Iterator[ConfigError]:
 
 def doubts(run: RunConfig, cluster: ClusterConfig) -> Iterator[str]:
     """Find what does not keep a run from starting: rehearsals are short on purpose."""
+    from geotrain.parameters.hf_checkpoint import PREDICTING
+
     outer, regions, count = run.outer, len(cluster.serving), len(cluster.workers)
     merged = outer.answers(run.inner_steps / outer.local_steps / count) != "at_once"
     updates = 1 if outer.flat or merged else outer.rule.updates_per_send or 1
@@ -87,6 +103,11 @@ def doubts(run: RunConfig, cluster: ClusterConfig) -> Iterator[str]:
             f"a region exchanges about {exchanges:.2g} times with the global server in the whole run "
             f"({run.inner_steps} inner steps, {period} between two exchanges of all): regions train almost by "
             "themselves; lower outer.local_steps or outer.rule.updates_per_send, or train more samples"
+        )
+    if (key := next((key for key in PREDICTING if run.model.config.get(key)), None)) is not None:
+        yield (
+            f"model.config: {key} = {run.model.config[key]!r}: the layers that predict tokens beyond the next are "
+            "left out, of training and of exports, as transformers leaves them out of what it loads"
         )
     yield from answers(run, cluster)
 

@@ -89,8 +89,8 @@ class LaunchRequest:
 
 
 def fixed_master_port(worker: WorkerConfig, number: int) -> int:
-    """The port at which ranks meet if several machines must agree on it before they start. number: the worker's place
-    among all workers of the cluster file."""
+    """The port of the ranks' rendezvous if several machines must agree on it before they start. number: the worker's
+    place among all workers of the cluster file."""
     return worker.master_port or FIRST_MASTER_PORT + number
 
 

@@ -331,7 +331,7 @@ class RunDisplay:
             self._latest = {**aged(self._latest, now_s), **live}
             if live and time.monotonic() - kept_s >= SEEN_EVERY_S:
                 kept_s = time.monotonic()
-                with contextlib.suppress(OutputError):  # without room, nothing can be told later
+                with contextlib.suppress(OutputError):  # without room, nothing can be shown later
                     write_whole(self._folder / SEEN, json.dumps(aged(self._latest, now_s)))
 
 

@@ -63,10 +63,11 @@ class Worker:
         """Seconds from the first byte of a group's fragments that is pushed until the server has all on its disk, and
         to the last byte of the answers."""
         fragments = [fragment for fragment, its in enumerate(self.groups) if its == group]
+        adopted = tuple(sequence - 1 for sequence in self.sequences)
         parts = [
             UpdatePart(
                 self.name, self.incarnation, fragment, self.sequences[fragment], rank,
-                tuple(self._delta(chunk, rank) for chunk in self.chunks_of[fragment]),
+                tuple(self._delta(chunk, rank) for chunk in self.chunks_of[fragment]), adopted=adopted,
             )
             for fragment in fragments
             for rank in range(len(self.clients))

@@ -45,11 +45,12 @@ class CheckpointError(OSError):
 class SharedFolder:
     """The ranks that see the same folder as this one.
 
-    leads: whether this rank makes and renames folders for them. whole: these are all ranks of the worker.
+    leads: whether this rank makes and renames folders for them. leaders: by rank of the worker, who leads those that
+    see its folder; rank 0 leads all where all see the same.
     """
 
     leads: bool
-    whole: bool
+    leaders: tuple[int, ...]
 
 
 class RanksOfWorker:
@@ -64,21 +65,21 @@ class RanksOfWorker:
         self.alone = not (dist.is_available() and dist.is_initialized())
         self.rank = 0 if self.alone else dist.get_rank()
         self.world_size = 1 if self.alone else dist.get_world_size()
-        self._group = None if self.alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        if self._group is not None:
-            dist.barrier(group=self._group)  # who closed it at once would be lost to a rank that connects still
+        self.group = None if self.alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        if self.group is not None:
+            dist.barrier(group=self.group)  # who closed it at once would be lost to a rank that connects still
         self._folders: dict[Path, SharedFolder] = {}  # whether hosts share one never changes while they run
 
     def close(self) -> None:
         if not self.alone:
-            dist.destroy_process_group(self._group)
+            dist.destroy_process_group(self.group)
 
     def gather(self, value: Any) -> list[Any]:
         """Give every rank the values of all ranks. A collective."""
         if self.alone:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def together(self, action: Callable[[], T], place: Path) -> list[T]:
@@ -86,8 +87,7 @@ class RanksOfWorker:
 
         Otherwise the ranks that succeeded would go on and wait in their next collective for the one that failed.
         """
-        result = problem = None
-        no_room = False
+        result, problem, no_room = None, None, False
         try:
             result = action()
         except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError, ValueError, KeyError) as error:
@@ -124,8 +124,7 @@ class RanksOfWorker:
         finally:
             with contextlib.suppress(OSError):
                 probe(token, rank).unlink(missing_ok=True)
-        self._folders[folder] = SharedFolder(leaders[rank] == rank, set(leaders) == {0})
-        return self._folders[folder]
+        return self._folders.setdefault(folder, SharedFolder(leaders[rank] == rank, tuple(leaders)))
 
 
 class CheckpointFolder:
@@ -134,6 +133,10 @@ class CheckpointFolder:
     keep: how many stay. otherwise: what to do where the newest one holds another optimizer's state. suffix: of ranks'
     files. faults: sentences about what `newest` passed over, the same on every rank. may_lack: is set where ranks may
     not be those that saved, as without a host that is lost: what they cannot read is passed over, too.
+
+    `copies.py` sets what makes and finds copies elsewhere, as in object storage. written: called by every rank with a
+    folder in which its file is, and the manifest. elsewhere: gives manifests that are nowhere here. bring: called by
+    every rank with a manifest and the files that it reads; brings those that are not here.
     """
 
     def __init__(self, ranks: RanksOfWorker, folder: Path, keep: int, otherwise: str, suffix: str) -> None:
@@ -141,6 +144,10 @@ class CheckpointFolder:
         self.file = f"rank-{ranks.rank:05d}.{suffix}"
         self.faults: list[str] = []
         self.may_lack = False
+        self._highest = 0  # number of a checkpoint that was found
+        self.written: Callable[[Path, dict[str, Any]], None] = lambda folder, manifest: None
+        self.elsewhere: Callable[[], list[dict[str, Any]]] = list
+        self.bring: Callable[[dict[str, Any], list[str]], None] = lambda manifest, names: None
 
     def write(self, tag: str, manifest: dict[str, Any], write_file: Callable[[Path], object]) -> None:
         """Write a checkpoint; when it is whole, all but the newest `keep` go.
@@ -151,7 +158,7 @@ class CheckpointFolder:
         renamed only when every rank's file is on disk, and older checkpoints go only when the new one is whole on
         every host. Raises CheckpointError on every rank if any rank failed; earlier checkpoints stay.
         """
-        together, leads = self.ranks.together, self.ranks.sharing(self.folder).leads
+        together, shared = self.ranks.together, self.ranks.sharing(self.folder)
         final, temporary = self.folder / tag, self.folder / f"{tag}.tmp"
 
         def written() -> tuple[str, tuple[int, int]]:
@@ -159,11 +166,12 @@ class CheckpointFolder:
             return self.file, size_and_checksum(temporary / self.file)
 
         try:
-            numbers = together(lambda: prepare(temporary) if leads else 0, temporary)
-            files = dict(together(written, temporary))
-            whole = {"format": FORMAT, "tag": tag, **manifest, "number": 1 + max(numbers), "files": files}
-            together(lambda: finish(temporary, final, whole) if leads else None, temporary)
-            together(lambda: drop(self.folder, self._keep) if leads else None, self.folder)
+            numbers = together(lambda: prepare(temporary) if shared.leads else 0, temporary)
+            whole = {"format": FORMAT, "tag": tag, **manifest, "number": 1 + max(*numbers, self._highest)}
+            whole |= {"files": dict(together(written, temporary)), "leaders": shared.leaders}
+            self.written(temporary, whole)
+            together(lambda: finish(temporary, final, whole) if shared.leads else None, temporary)
+            together(lambda: drop(self.folder, self._keep) if shared.leads else None, self.folder)
         except CheckpointError:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -178,14 +186,16 @@ class CheckpointFolder:
         together, folder = self.ranks.together, self.folder
         together(lambda: bring_back(folder), folder)
         found = together(lambda: self._found(wanted, tag), folder)
+        self._highest = max((number for here in found for number, _ in here), default=0)
         damaged = together(lambda: {*places(folder)} - {path for _, path in manifests(folder)}, folder)
         self.faults = [f"{p}: passed over: damaged {_MANIFEST}" for p in sorted(set[Path]().union(*damaged))]
         elsewhere: list[str] = []
         for key in sorted({key for here in found for key in here}, reverse=True):
             manifest = next(here[key] for here in found if key in here)
             place = folder / manifest["tag"]
-            lacks = [fault for fault in together(partial(self._lacks, wanted, manifest), place) if fault]
-            faults = lacks or [fault for fault in together(partial(self._damage, manifest), place) if fault]
+            self.bring(manifest, needed := self.needed(manifest, wanted["layout"]))
+            lacks = [fault for fault in together(partial(self._lacks, needed, manifest), place) if fault]
+            faults = lacks or [fault for fault in together(partial(self._damage, needed, manifest), place) if fault]
             if not faults:
                 return manifest
             elsewhere += lacks
@@ -196,13 +206,15 @@ class CheckpointFolder:
             raise CheckpointError(f"checkpoint {folder}: there is no whole checkpoint {tag!r} in {folder}")
         return None
 
-    def needed(self, manifest: dict[str, Any]) -> list[str]:
-        """List the files that this rank reads: all, or its own."""
-        return [self.file] if manifest["own_files"] else list(manifest["files"])
+    def needed(self, manifest: dict[str, Any], layout: dict[str, Any]) -> list[str]:
+        """List the files that this rank reads in the layout: all, or its own."""
+        own = manifest["own_files"] and manifest["layout"] == layout
+        return [self.file] if own else list(manifest["files"])
 
     def _found(self, wanted: dict[str, Any], tag: str | None) -> dict[tuple[int, int], dict[str, Any]]:
         """Find the manifests that this rank sees, by number and checksum. Raises CheckpointError."""
-        found = [manifest for manifest, path in manifests(self.folder) if tag in (None, path.name)]
+        known = [*(manifest for manifest, _ in manifests(self.folder)), *self.elsewhere()]
+        found = [manifest for manifest in known if tag in (None, manifest["tag"])]
         if found and (of := found[0]["model"]) != wanted["model"]:
             raise CheckpointError(f"{found[0]['tag']!r} is of another model ({of}, not {wanted['model']})")
         if found and (kind := found[0]["optimizer"]) != wanted["optimizer"]:
@@ -211,28 +223,21 @@ class CheckpointFolder:
             )
         return {(manifest["number"], manifest["checksum"]): manifest for manifest in found}
 
-    def _lacks(self, wanted: dict[str, Any], manifest: dict[str, Any]) -> str | None:
+    def _lacks(self, needed: list[str], manifest: dict[str, Any]) -> str | None:
         """Say why this rank cannot read the checkpoint, other than damage; None: it can."""
-        tag, layout = manifest["tag"], manifest["layout"]
-        if manifest["own_files"] and layout != wanted["layout"]:
+        here = self.folder / manifest["tag"]
+        if missing := [name for name in needed if not (here / name).exists()]:
             return (
-                f"{tag!r} was saved in another layout, and each rank reads its own file only: resume with the layout "
-                f"{layout}, or begin without the optimizer's state"
-            )
-        here = self.folder / tag
-        if missing := [name for name in self.needed(manifest) if not (here / name).exists()]:
-            return (
-                f"{tag!r}: rank {self.ranks.rank} on {socket.gethostname()} does not find {missing[0]} in {here}: "
-                "start the worker on the same hosts in the same order, or set checkpoint.folder to one that all its "
-                "hosts share"
+                f"rank {self.ranks.rank} on {socket.gethostname()} does not find {missing[0]} in {here}: start the "
+                f"worker on the same hosts in the same order, in the layout {manifest['layout']}, or set "
+                "checkpoint.folder to one that all its hosts share"
             )
         return None
 
-    def _damage(self, manifest: dict[str, Any]) -> str | None:
+    def _damage(self, needed: list[str], manifest: dict[str, Any]) -> str | None:
         """Say what is wrong with the files that this rank checks; None: nothing. Each rank checks a part of shared
         files."""
-        names = self.needed(manifest)
-        for name in names if manifest["own_files"] else names[self.ranks.rank :: self.ranks.world_size]:
+        for name in needed if manifest["own_files"] else needed[self.ranks.rank :: self.ranks.world_size]:
             try:
                 if list(size_and_checksum(self.folder / manifest["tag"] / name)) != manifest["files"][name]:
                     return f"damaged: {name} differs from what was written (its length or its checksum is wrong)"

@@ -33,10 +33,9 @@ def load(engine: GeoEngine, files: CheckpointFolder, tag: str | None) -> dict[st
     manifest = files.newest(described(engine, {}), tag)
     if manifest is None:
         return None
-    place = files.folder / manifest["tag"]
     if engine.residuals:
         engine.optimizer.forget_residuals()
-    files.ranks.together(lambda: _read_rank(engine, files, manifest), place)
+    files.ranks.together(lambda: _read_rank(engine, files, manifest), files.folder / manifest["tag"])
     if engine.residuals:
         engine.keep_residuals_once()
     set_step_count(engine.basic_optimizer, manifest["optimizer_steps"])
@@ -52,10 +51,11 @@ def _read_rank(engine: GeoEngine, files: CheckpointFolder, manifest: dict[str, A
     with contextlib.ExitStack() as stack:
         # parameter → (file, shard, the run's offset in the shard, run) of each run that was saved
         saved: dict[str, list[tuple[Any, int, int, StridedSlice]]] = defaultdict(list)
-        for name in files.needed(manifest):
+        names = files.needed(manifest, layout_of_ranks(engine))
+        for name in names:
             file = stack.enter_context(safe_open(folder / name, "pt"))
             for shard, (pushes, runs) in enumerate(json.loads(file.metadata()["shards"])):
-                if not manifest["own_files"] and not pushes:
+                if len(names) > 1 and not pushes:
                     continue
                 offset = 0
                 for parameter, start, length, stride, count in runs:
@@ -107,16 +107,16 @@ def overlap(wanted: StridedSlice, saved: StridedSlice) -> tuple[np.ndarray, np.n
     """Intersect two runs of one parameter: offsets into the first, offsets into the second, lengths (int64).
 
     A run is `count` rows of `length` elements, `stride` apart. Both runs' rows are sorted, so the rows of the second
-    that a row of the first meets are neighbours, and two binary searches find the first and the last.
+    that a row of the first overlaps are neighbours, and two binary searches find the first and the last.
     """
     # Where each row begins, as an offset in the parameter.
     a = wanted.start + np.arange(wanted.count, dtype=np.int64) * wanted.stride
     b = saved.start + np.arange(saved.count, dtype=np.int64) * saved.stride
     first = np.searchsorted(b + saved.length, a, side="right")
-    meets = np.maximum(np.searchsorted(b, a + wanted.length, side="left") - first, 0)
-    # One entry for each pair of rows that meet: i counts rows of the first run, j of the second.
-    i = np.repeat(np.arange(wanted.count), meets)
-    j = np.arange(meets.sum()) - np.repeat(np.cumsum(meets) - meets, meets) + np.repeat(first, meets)
+    overlaps = np.maximum(np.searchsorted(b, a + wanted.length, side="left") - first, 0)
+    # One entry for each pair of rows that overlap: i counts rows of the first run, j of the second.
+    i = np.repeat(np.arange(wanted.count), overlaps)
+    j = np.arange(overlaps.sum()) - np.repeat(np.cumsum(overlaps) - overlaps, overlaps) + np.repeat(first, overlaps)
     begin = np.maximum(a[i], b[j])
     end = np.minimum(a[i] + wanted.length, b[j] + saved.length)
     return i * wanted.length + begin - a[i], j * saved.length + begin - b[j], end - begin

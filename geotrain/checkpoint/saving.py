@@ -64,8 +64,8 @@ class Checkpoints:
         engine.settle()
         if engine.residuals:
             engine.optimizer.move_residuals()
-        with self._telling():
-            apart = not self._ranks.sharing(self.files.folder).whole
+        with self._reporting_full_disk():
+            apart = any(self._ranks.sharing(self.files.folder).leaders)
             tensors, places = self._saved(every_shard=apart)
             random = {"rng.cpu": torch.get_rng_state()}
             if platform.HAS_CUDA:
@@ -74,7 +74,7 @@ class Checkpoints:
 
             def write(copies: Sequence[Tensor]) -> None:
                 named = {**random, **dict(zip(tensors, copies, strict=True))}
-                with self._telling():
+                with self._reporting_full_disk():
                     self.files.write(tag, manifest, lambda path: _write_file(path, named, places))
 
             with self._staging.beside():
@@ -101,7 +101,7 @@ class Checkpoints:
             self._ranks.close()
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _reporting_full_disk(self) -> Iterator[None]:
         """Report a full disk inside this context."""
         try:
             yield

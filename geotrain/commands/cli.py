@@ -14,7 +14,7 @@ import typer
 from geotrain.commands import cli_operate, cli_plan, cli_serve
 from geotrain.commands.cli_operate import RunFolder
 from geotrain.commands.cli_options import Changes, ClusterFile, LaunchId, Resume, RunFile, drawn
-from geotrain.commands.telling import Told, with_json
+from geotrain.commands.output import Output, with_json
 from geotrain.launch.loading import leave_quickly, loading
 
 app = typer.Typer(
@@ -34,7 +34,7 @@ app.add_typer(cli_operate.app)
 DType = Literal["float32", "bfloat16", "float16"]
 
 
-def _tell_version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         from geotrain import __version__
 
@@ -45,7 +45,7 @@ def _tell_version(asked: bool) -> None:
 @app.callback()
 def before_commands(
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Pretrain language models on GPU clusters in different regions, joined by slow links."""
@@ -80,7 +80,7 @@ def quickstart(
     moe: Annotated[bool, typer.Option("--moe", help="A model with experts, which one region divides.")] = False,
     run: Annotated[Path | None, typer.Option(help="The run file; default: the shipped one.")] = None,
     cluster: Annotated[Path | None, typer.Option(help="The cluster file; default: the shipped one.")] = None,
-) -> Told:
+) -> Output:
     """Two regions train a small model on this machine, on text found here; then export, evaluate, sample.
 
     Leaves logs, a checkpoint, the export and summary.json in runs/quickstart; with --moe in runs/quickstart-moe.
@@ -88,7 +88,7 @@ def quickstart(
     from geotrain.commands.quickstart import quickstart as start
 
     code, summary = start(run, cluster, resume, "-moe" if moe else "")
-    return Told(summary, code=code)
+    return Output(summary, code=code)
 
 
 @app.command(
@@ -113,7 +113,7 @@ def prepare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the data set in --out.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="A broken line or row is an error.")] = False,
     shard: Annotated[str | None, typer.Option(metavar="I/N", help="Only this part; `merge` joins them.")] = None,
-) -> Told:
+) -> Output:
     """Turn text (.txt, JSON lines, each also .gz, .zst, .bz2, .xz; .parquet, Hugging Face data sets) into a Megatron
     data set. Lists first what is read and what is not.
 
@@ -123,20 +123,20 @@ def prepare(
 
     settings = text_key, end_of_document, processes, overwrite, strict, shard, begin_of_document
     manifests = prepare_files(inputs, out, tokenizer, train_bpe, bytes_, validation, *settings)
-    return Told({split: manifest.model_dump(mode="json") for split, manifest in manifests.items()})
+    return Output({split: manifest.model_dump(mode="json") for split, manifest in manifests.items()})
 
 
 @app.command(epilog="Example: geotrain merge data/web")
 @with_json
 def merge(
     out: Annotated[Path, typer.Argument(metavar="FOLDER", help="The --out of `prepare --shard`.")],
-) -> Told:
+) -> Output:
     """Make one data set of the shards that several hosts prepared. It moves nothing, and can be done again."""
     from geotrain.data.shards import merge as write_manifests
 
     made = {str(out / split): manifest for split, manifest in write_manifests(out).items()}
     lines = [f"{where}: {each.tokens:,} tokens in {each.documents:,} documents" for where, each in made.items()]
-    return Told({where: manifest.model_dump(mode="json") for where, manifest in made.items()}, "\n".join(lines))
+    return Output({where: manifest.model_dump(mode="json") for where, manifest in made.items()}, "\n".join(lines))
 
 
 @app.command(epilog="Example: geotrain adopt data/wiki_text_document --tokenizer data/tokenizer")
@@ -144,7 +144,7 @@ def merge(
 def adopt(
     prefix: Annotated[Path, typer.Argument(help="The .bin/.idx pair, without the ending.")],
     tokenizer: Annotated[Path | None, typer.Option(help="Folder of the tokenizer that made it.")] = None,
-) -> Told:
+) -> Output:
     """Read a data set that Megatron's own tools made and write its manifest beside it, so that runs can train on it.
 
     Without --tokenizer its largest id decides how large its vocabulary is.
@@ -153,7 +153,7 @@ def adopt(
 
     manifest = write_manifest(prefix, tokenizer)
     counts = f"{manifest.tokens:,} tokens in {manifest.documents:,} documents, ids below {manifest.vocab_size:,}"
-    return Told(manifest.model_dump(mode="json"), f"{prefix}.json: {counts}")
+    return Output(manifest.model_dump(mode="json"), f"{prefix}.json: {counts}")
 
 
 @app.command(epilog="Example: geotrain launch configs/runs/1b.json configs/clusters/four-regions-ssh.json")
@@ -218,7 +218,7 @@ def up(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print tasks and price; start nothing.")] = False,
     down: Annotated[bool, typer.Option("--down", help="End the run's machines; start nothing.")] = False,
     changes: Changes = None,
-) -> Told:
+) -> Output:
     """Get machines from clouds, Kubernetes or Slurm by SkyPilot, train on them, export, and tear them down.
 
     The program `sky` must be there (uv tool install 'skypilot[aws,gcp]'). Ctrl-C leaves the machines at work.
@@ -253,7 +253,7 @@ def export(
         float,
         typer.Option(min=0.0, max=1.0, help="Mean of the snapshots in this last share of the run; 0: the newest."),
     ] = 0.0,
-) -> Told:
+) -> Output:
     """Write the run's newest global weights as a Hugging Face checkpoint, and print which these are.
 
     Of a live run its global server writes a snapshot first; of one that was killed snapshot and journal are read, and
@@ -265,10 +265,10 @@ def export(
         if dcp:
             raise typer.BadParameter("a hub takes Hugging Face checkpoints: leave --dcp out, or name a folder")
         commit, written = export_to_hub(folder, output, dtype, average)
-        return Told({"commit": commit, **written}, f"{commit}: {in_words(written)}")
+        return Output({"commit": commit, **written}, f"{commit}: {in_words(written)}")
     written = export_run(folder, Path(output), dtype, average, dcp)
     mean = f"the mean of {written['snapshots']} snapshots up to " if average else ""
-    return Told({"folder": output, **written}, f"{output}: {mean}{in_words(written)}")
+    return Output({"folder": output, **written}, f"{output}: {mean}{in_words(written)}")
 
 
 @app.command(epilog='Example: geotrain sample exported "Once upon a time"')
@@ -279,7 +279,7 @@ def sample(
     tokens: Annotated[int | None, typer.Option(min=1, help="At most; default: 128, or what fits.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.8,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal text.")] = 0,
-) -> Told:
+) -> Output:
     """Write text with an exported model."""
     from geotrain.commands.export import about, in_words
     from geotrain.commands.sample import sample as write
@@ -287,7 +287,7 @@ def sample(
     text, weights = write(folder, prompt, tokens, temperature, seed), about(folder)
     if weights:
         print(f"{folder}: {in_words(weights)}", file=sys.stderr)
-    return Told({"text": text, "weights": weights}, text)
+    return Output({"text": text, "weights": weights}, text)
 
 
 @app.command(epilog="Example: geotrain picture runs/quickstart quickstart.svg")
@@ -295,13 +295,13 @@ def sample(
 def picture(
     folder: RunFolder,
     output: Annotated[Path, typer.Argument(metavar="FILE", help=".png, .svg or .pdf.", callback=drawn)],
-) -> Told:
-    """Draw what a run's events tell: losses over tokens, and what its links carried."""
+) -> Output:
+    """Draw what a run's events hold: losses over tokens, and what its links carried."""
     from geotrain.config import load_run
     from geotrain.monitor.picture import picture as draw
 
     draw(folder, load_run(folder / "run.json").data.sequence_length, output)
-    return Told({"file": output}, str(output))
+    return Output({"file": output}, str(output))
 
 
 @app.command("eval", epilog="Example: geotrain eval exported --data data/mine/validation --tasks hellaswag,arc_easy")
@@ -324,7 +324,7 @@ def evaluate(
     inside_documents: Annotated[
         bool, typer.Option("--inside-documents", help="With --data, as trained with data.attention = document.")
     ] = False,
-) -> Told:
+) -> Output:
     """Measure an exported model: validation loss, benchmark tasks, or both. Prints JSON."""
     from geotrain.commands.evaluate import measure
     from geotrain.commands.export import about
@@ -332,7 +332,7 @@ def evaluate(
     said = measure(folder, data, tasks, sequence_length, limit, batch, task_folder, inside_documents)
     if weights := about(folder):
         said |= {"weights": weights}
-    return Told(said, json.dumps(said, indent=2))
+    return Output(said, json.dumps(said, indent=2))
 
 
 @app.command(epilog="Example: geotrain certs configs/clusters/four-regions-ssh.json certs/mine")
@@ -340,7 +340,7 @@ def evaluate(
 def certs(
     cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="The cluster file.")],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write.")],
-) -> Told:
+) -> Output:
     """Make the run's certificate authority, and a certificate for every server and worker that has none.
 
     Name the folder in the cluster file's `security` block, and copy to each machine ca.pem and its own pair only.
@@ -350,25 +350,25 @@ def certs(
     from geotrain.net.transport.authority import make_certificates
 
     made = make_certificates(load_cluster(cluster), folder)
-    told = [
+    lines = [
         str(path) if path.suffix == ".key" or path.with_suffix(".key") in made else f"{path} (renewed)"
         for path in made
     ]
     if folder / "ca.pem" in made and folder / "ca.key" not in made:
-        told.append("The authority had expired, or was to expire soon: copy ca.pem to every machine.")
-    return Told({"files": made}, "\n".join(told))
+        lines.append("The authority had expired, or was to expire soon: copy ca.pem to every machine.")
+    return Output({"files": made}, "\n".join(lines))
 
 
 @app.command(epilog="Example: geotrain configs configs")
 @with_json
 def configs(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write; it must not exist.")],
-) -> Told:
+) -> Output:
     """Copy the run, model and cluster files that come with GeoTrain, to begin one's own from."""
     from geotrain.commands.configs import copy_configs
 
     copy_configs(folder)
-    return Told({"folder": folder}, str(folder))
+    return Output({"folder": folder}, str(folder))
 
 
 @app.command(epilog="Example: geotrain schema --out configs/schema")
@@ -376,9 +376,9 @@ def configs(
 def schema(
     out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("configs/schema"),
     docs: Annotated[Path, typer.Option(help="The reference to write.")] = Path("docs/configuration.md"),
-) -> Told:
+) -> Output:
     """Write the JSON Schema of run and cluster files, for editors, and their reference as Markdown."""
     from geotrain.commands.schema_page import write_schema
 
     written = write_schema(out, docs)
-    return Told({"files": written}, "\n".join(map(str, written)))
+    return Output({"files": written}, "\n".join(map(str, written)))

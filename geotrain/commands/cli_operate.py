@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from geotrain.commands.telling import Json, Told, with_json
+from geotrain.commands.output import Json, Output, with_json
 
 if TYPE_CHECKING:
     from geotrain.commands.operate import LiveRun, RunStatus
@@ -30,10 +30,10 @@ def live_run(folder: Path) -> LiveRun:
     return LiveRun(folder)
 
 
-def told_phase(phase: str, after: RunStatus | None = None) -> Told:
+def phase_result(phase: str, after: RunStatus | None = None) -> Output:
     """The result of a command that steers a run. after: the run when that was waited for."""
     data = {"phase": phase, **({"status": after.as_json()} if after else {})}
-    return Told(data, "\n".join([phase, *([after.headline] if after else [])]))
+    return Output(data, "\n".join([phase, *([after.headline] if after else [])]))
 
 
 @command(epilog="Example: geotrain status runs/mine; geotrain status runs/mine --json | jq .state")
@@ -97,19 +97,19 @@ def logs(
 
 @command(epilog="Example: geotrain pause runs/mine")
 @with_json
-def pause(folder: RunFolder) -> Told:
+def pause(folder: RunFolder) -> Output:
     """Hand out no more data: workers finish the job that they have (and the next one they hold), then wait.
 
     Nothing is lost, and it outlives restarts of the servers. `geotrain resume` lets the run go on.
     """
-    return told_phase(live_run(folder).steer("pause"))
+    return phase_result(live_run(folder).steer("pause"))
 
 
 @command(epilog="Example: geotrain resume runs/mine")
 @with_json
-def resume(folder: RunFolder) -> Told:
+def resume(folder: RunFolder) -> Output:
     """Let a paused run go on. (One that has ended: geotrain launch … --resume.)"""
-    return told_phase(live_run(folder).steer("resume"))
+    return phase_result(live_run(folder).steer("resume"))
 
 
 @command(name="set", epilog="Example: geotrain set runs/mine outer.local_steps=64")
@@ -120,7 +120,7 @@ def set_key(
         str,
         typer.Argument(metavar="KEY=VALUE", help="outer.local_steps=NUMBER, or outer.rule.updates_per_send=NUMBER."),
     ],
-) -> Told:
+) -> Output:
     """Change a setting of a live run: from the next lease on workers take jobs of so many inner steps, or at once
     regions send up after so many updates.
 
@@ -129,7 +129,7 @@ def set_key(
     """
     said, missed = live_run(folder).set(setting)
     lines = [f"{site}: {words}" for site, words in said.items()]
-    return Told({"setting": setting, "said": said, "missed": missed}, "\n".join(lines), 1 if missed else 0)
+    return Output({"setting": setting, "said": said, "missed": missed}, "\n".join(lines), 1 if missed else 0)
 
 
 @command(epilog="Example: geotrain drain runs/mine eu --wait 600")
@@ -138,14 +138,14 @@ def drain(
     folder: RunFolder,
     region: Annotated[str, typer.Argument(metavar="REGION", help="Its name in the cluster file.")],
     wait: Wait = 0.0,
-) -> Told:
+) -> Output:
     """Let a region go: its workers finish their job, send what they have, and leave. The others train on.
 
     It takes part again when its processes are started again, with --resume.
     """
     run = live_run(folder)
     phase = run.steer("drain", region)
-    return told_phase(phase, run.wait(lambda seen: run.has_left(region, seen), wait) if wait else None)
+    return phase_result(phase, run.wait(lambda seen: run.has_left(region, seen), wait) if wait else None)
 
 
 @command(epilog="Example: geotrain unban runs/mine eu-0")
@@ -153,11 +153,11 @@ def drain(
 def unban(
     folder: RunFolder,
     member: Annotated[str, typer.Argument(metavar="MEMBER", help="A worker, or a region.")],
-) -> Told:
+) -> Output:
     """Unban a worker or region whose updates were refused too often, or that was expelled: started anew it may
     join."""
     answer = live_run(folder).bar("unban", member)
-    return Told({"answer": answer}, answer)
+    return Output({"answer": answer}, answer)
 
 
 @command(epilog="Example: geotrain expel runs/mine eu-0")
@@ -165,12 +165,12 @@ def unban(
 def expel(
     folder: RunFolder,
     member: Annotated[str, typer.Argument(metavar="MEMBER", help="A worker, or a region.")],
-) -> Told:
+) -> Output:
     """Put a worker or region out of the run, as one that hangs: others train what it held, and its process ends when
     it next calls. It outlives restarts of the servers; `geotrain unban` lets the member join again, started anew.
     """
     answer = live_run(folder).bar("expel", member)
-    return Told({"answer": answer}, answer)
+    return Output({"answer": answer}, answer)
 
 
 HostName = Annotated[str, typer.Argument(metavar="HOST", help="As the cluster file names it.")]
@@ -184,22 +184,22 @@ def cordon(
     host: HostName,
     why: Annotated[str, typer.Option(metavar="TEXT", help="For others who look at the run.")] = "by hand",
     here: Here = False,
-) -> Told:
+) -> Output:
     """Put a host out of use: at the end of its job its worker is formed anew of other hosts, without loss.
 
     It outlives restarts of the launcher; `geotrain uncordon` takes it back. Under the rule `sync` a worker is formed
     anew when it is next started again.
     """
     live_run(folder).cordon(host, why, here)
-    return Told({"host": host, "why": why}, f"{host} is cordoned: {why}")
+    return Output({"host": host, "why": why}, f"{host} is cordoned: {why}")
 
 
 @command(epilog="Example: geotrain uncordon runs/mine gpu07")
 @with_json
-def uncordon(folder: RunFolder, host: HostName, here: Here = False) -> Told:
+def uncordon(folder: RunFolder, host: HostName, here: Here = False) -> Output:
     """Take a cordoned host back: its worker is formed of it again at the end of a job."""
     live_run(folder).cordon(host, None, here)
-    return Told({"host": host}, f"{host} may be used again")
+    return Output({"host": host}, f"{host} may be used again")
 
 
 @command(epilog="Example: geotrain profile runs/mine --worker eu-0 --steps 5")
@@ -208,7 +208,7 @@ def profile(
     folder: RunFolder,
     worker: Annotated[str, typer.Option(metavar="WORKER", help="Whose ranks record.")],
     steps: Annotated[int, typer.Option(min=1, help="Inner steps; at most 50.")] = 5,
-) -> Told:
+) -> Output:
     """Have a worker's ranks record their next inner steps with torch's profiler, while they train.
 
     Traces come into the run's folder `profiles` on each rank's machine, for Perfetto (ui.perfetto.dev) or
@@ -217,24 +217,24 @@ def profile(
     run = live_run(folder)
     answer = run.profile(worker, steps)
     traces = str(run.config.run_folder / "profiles")
-    return Told({"answer": answer, "traces": traces}, f"{answer}; traces: {traces}")
+    return Output({"answer": answer, "traces": traces}, f"{answer}; traces: {traces}")
 
 
 @command(epilog="Example: geotrain snapshot runs/mine")
 @with_json
-def snapshot(folder: RunFolder) -> Told:
+def snapshot(folder: RunFolder) -> Output:
     """Have the servers write a snapshot now; prints where each lies.
 
     Exit code 1 when a region's server has not: it may be cut off, and what it lacks is with the global server.
     """
     written = live_run(folder).snapshot()
     whole = all("/snapshots/" in where for where in written.values())
-    return Told(written, "\n".join(f"{site}: {where}" for site, where in written.items()), 0 if whole else 1)
+    return Output(written, "\n".join(f"{site}: {where}" for site, where in written.items()), 0 if whole else 1)
 
 
 @command(epilog="Example: geotrain stop runs/mine --wait 600")
 @with_json
-def stop(folder: RunFolder, wait: Wait = 0.0) -> Told:
+def stop(folder: RunFolder, wait: Wait = 0.0) -> Output:
     """End the run in good order: workers finish their job, everything is sent and written, all processes end.
 
     `geotrain launch … --resume` goes on as if it had never stopped, but for the time.
@@ -243,7 +243,7 @@ def stop(folder: RunFolder, wait: Wait = 0.0) -> Told:
 
     run = live_run(folder)
     phase = run.steer("stop")
-    return told_phase(phase, run.wait(lambda seen: seen.state is not RunState.RUNNING, wait) if wait else None)
+    return phase_result(phase, run.wait(lambda seen: seen.state is not RunState.RUNNING, wait) if wait else None)
 
 
 @command(epilog="Example: geotrain rollback runs/1b --to 12 --out runs/1b-again")
@@ -254,7 +254,7 @@ def rollback(
         int | None, typer.Option(metavar="SNAPSHOT", help="Its number; without it, all are listed.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="For the new run; it must not exist.")] = None,
-) -> Told:
+) -> Output:
     """Begin a run anew from a snapshot of this one, which is stopped; data handed out since is not trained again.
 
     The run itself stays as it is. Workers begin with no optimizer state.
@@ -267,7 +267,7 @@ def rollback(
         lines = [f"{each['snapshot']}: {in_words(each | {'samples': each['committed_samples']})}" for each in found]
         if found and not found[-1]["ended"]:
             lines.append("The journal may hold more: `geotrain snapshot`, of a live run, makes one of it.")
-        return Told(found, "\n".join(lines))
+        return Output(found, "\n".join(lines))
     skipped = roll_back(folder, to, out)
     launch = f"geotrain launch RUN.json CLUSTER.json --set folder={out} --resume"
-    return Told({"folder": out, "skipped_samples": skipped}, f"{skipped:,} samples are skipped; train on: {launch}")
+    return Output({"folder": out, "skipped_samples": skipped}, f"{skipped:,} samples are skipped; train on: {launch}")

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from geotrain.commands.cli_options import Changes, ClusterFile, RunFile, drawn
-from geotrain.commands.telling import Told, with_json
+from geotrain.commands.output import Output, with_json
 
 app = typer.Typer()
 command = partial(app.command, rich_help_panel="Before a run")
@@ -37,7 +37,7 @@ def simulate(
         Path | None, typer.Option(metavar="FILE", help="Draw it: .png, .svg or .pdf.", callback=drawn)
     ] = None,
     changes: Changes = None,
-) -> Told:
+) -> Output:
     """Run a run in a simulated world: hours, utilization, bytes of each link; and what if. Nothing is started."""
     from geotrain.commands.simulate import WhatIf, report_text
     from geotrain.commands.simulate import simulate as start
@@ -51,7 +51,7 @@ def simulate(
         changes=tuple(changes or ()),
         picture=picture,
     )
-    return Told(report, report_text(report))
+    return Output(report, report_text(report))
 
 
 @command(epilog="Example: geotrain probe configs/clusters/four-regions-ssh.json --run configs/runs/1b.json")
@@ -66,7 +66,7 @@ def probe(
         int,
         typer.Option("--bytes", min=1 << 20, max=16 << 30, help="Bytes at most, for each direction of each link."),
     ] = 256 << 20,
-) -> Told:
+) -> Output:
     """Measure a cluster's links, and its accelerators, and write the figures into the cluster file.
 
     Every pair of regions is measured over the channel that training uses, one after another. The servers' ports must
@@ -75,7 +75,7 @@ def probe(
     from geotrain.commands.probe import probe as measure
     from geotrain.net.transport.link_probe import Limits
 
-    return Told(measure(cluster, run, Limits(seconds, bytes_), lambda line: print(line, flush=True)))
+    return Output(measure(cluster, run, Limits(seconds, bytes_), lambda line: print(line, flush=True)))
 
 
 @app.command("probe-site", hidden=True)
@@ -93,14 +93,17 @@ def dry_run(
     cluster: ClusterFile,
     ask_hosts: Annotated[bool, typer.Option("--ask-hosts", help="Look at all other hosts, too.")] = False,
     changes: Changes = None,
-) -> Told:
+) -> Output:
     """Check both files together; print memory a rank, bytes an exchange, and all that `launch` would refuse here.
 
     Builds no weights, starts nothing. Exit code 2: it would be refused.
     """
     from geotrain.config import load_cluster, load_run
 
-    files = load_run(run, changes or ()), load_cluster(cluster)  # a mistake in them is told before torch is imported
+    files = (
+        load_run(run, changes or ()),
+        load_cluster(cluster),
+    )  # mistakes are reported before torch is imported
     from geotrain.commands.dry_run import needs, report, show, show_forecast
     from geotrain.launch.terminal import new_console
 
@@ -110,9 +113,9 @@ def dry_run(
     forecast = show_forecast(*files, console)
     console.record = True
     accepted = report(*files, console, ask_hosts)
-    told = [line.strip() for line in console.export_text().splitlines() if line]
-    return Told(
-        {**asdict(found), "forecast": forecast, "accepted": accepted, "told": told}, code=0 if accepted else 2
+    lines = [line.strip() for line in console.export_text().splitlines() if line]
+    return Output(
+        {**asdict(found), "forecast": forecast, "accepted": accepted, "lines": lines}, code=0 if accepted else 2
     )
 
 
@@ -148,7 +151,7 @@ def plan(
     catalogue: Annotated[
         Path | None, typer.Option(metavar="VMS.csv", help="Prices: a catalogue of SkyPilot's.")
     ] = None,
-) -> Told:
+) -> Output:
     """Decide who computes what, where the global server stands, and H, K, fragments and codecs that the links bear.
 
     What the run file says under parallel, outer and model.recompute is kept.
@@ -164,4 +167,4 @@ def plan(
         live=live,
         catalogue=catalogue,
     )
-    return Told(as_json(*found))
+    return Output(as_json(*found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +16,7 @@ from geotrain.launch.host_check import show as show_hosts
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites_here
 from geotrain.launch.run_rules import misfits
 from geotrain.launch.terminal import size, table_of
-from geotrain.parallelism.checks import zero_stage
+from geotrain.parallelism.checks import accumulation_steps, micro_batches_between, zero_stage
 from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
 from geotrain.plan.model.memory import host_memory, tightest_rank
 from geotrain.plan.model.server_hosts import host_bytes, servers
@@ -31,7 +32,8 @@ from geotrain.simulate.forecast import forecast_run
 class WorkerNeeds:
     """One worker. delta_bytes, answer_bytes: of one exchange with its server, over all its ranks (without the
     padding of ranks' last blocks). memory: of the rank that has least left; device: that rank's. host_memory: of the
-    fullest rank."""
+    fullest rank. verified_jobs: between two verifications of its results; None: there are none. saved_bytes: what a
+    host with most ranks saves, at most."""
 
     name: str
     region: str
@@ -43,6 +45,8 @@ class WorkerNeeds:
     delta_bytes: int
     answer_bytes: int
     device: str
+    verified_jobs: float | None
+    saved_bytes: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ class LinkNeeds:
 @dataclass(frozen=True)
 class Needs:
     """The needs of a run. servers: by name, the global one's first. on_disk: the same with mirrors on the disk
-    (`outer.mirrors`). hosts: memory of servers by host and server, in bytes. room: of hosts, where it is known."""
+    (`outer.mirrors`). hosts: memory of servers by host and server, in bytes. room: of hosts, where it is known.
+    verified_share: `monitor.verified_share`."""
 
     parameters: int
     fragments: tuple[tuple[str, int], ...]
@@ -70,6 +75,7 @@ class Needs:
     links: tuple[LinkNeeds, ...]
     hosts: dict[str, dict[str, int]]
     room: dict[str, float]
+    verified_share: float
 
 
 def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
@@ -87,6 +93,9 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
         parallel, zero = setup.parallel, zero_stage(setup.deepspeed)
         fullest[parallel] = fullest.get(parallel) or check_shards(parameter_map, run, parallel)
         memory, room, kind = tightest_rank(run, cluster, worker)
+        between = micro_batches_between(run.monitor.verified_share, parallel.pipeline)
+        a_step = accumulation_steps(setup.deepspeed, worker.ranks // parallel.replica_ranks)
+        on_host = host_memory(run, run.architecture, worker)
         workers.append(
             WorkerNeeds(
                 worker.name,
@@ -95,9 +104,11 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
                 worker.ranks,
                 fullest[parallel],
                 memory,
-                host_memory(run, run.architecture, worker),
+                on_host,
                 *to_server,
                 "–" if kind is None else f"{size(room)} ({kind})",
+                between / (a_step * outer.local_steps) if between < inf else None,
+                max(host.slots for host in worker.hosts) * on_host["checkpoint"],
             )
         )
     links = []
@@ -114,7 +125,8 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
     beside = run.model_copy(update={"outer": outer.model_copy(update={"mirrors": "disk"})})
     of_servers = servers(run, cluster, parameter_map), servers(beside, cluster, parameter_map)
     of_hosts = host_bytes(run, cluster), cluster.server_memory
-    return Needs(parameter_map.numel, fragments, *of_servers, tuple(workers), tuple(links), *of_hosts)
+    share = run.monitor.verified_share
+    return Needs(parameter_map.numel, fragments, *of_servers, tuple(workers), tuple(links), *of_hosts, share)
 
 
 def report(run: RunConfig, cluster: ClusterConfig, console: Console, ask_hosts: bool = False) -> bool:
@@ -127,15 +139,15 @@ def report(run: RunConfig, cluster: ClusterConfig, console: Console, ask_hosts: 
     refused = [str(obstacle) for obstacle in found]
     hosts = {site.ssh for site in cluster.sites.values() if site.ssh is not None}
     hosts |= {host for launcher, host in hosts_of(run, cluster, here) if launcher != "local"}
-    told = cautions(run, cluster)
+    notes = cautions(run, cluster)
     if hosts and not ask_hosts:
-        told.append(f"not asked: {', '.join(sorted(hosts))}; --ask-hosts looks at them")
+        notes.append(f"not asked: {', '.join(sorted(hosts))}; --ask-hosts looks at them")
     wrong = check_hosts(run, cluster, here, ask=ask_hosts)
     if ask_hosts:
         wrong += check_far_sites(run, cluster)
     if (run.run_folder / "servers").exists():
-        told.append(f"{run.run_folder} holds a run already: only --resume goes on from it")
-    for title, lines, style in (("note", told, "yellow"), ("geotrain launch would refuse", refused, "red")):
+        notes.append(f"{run.run_folder} holds a run already: only --resume goes on from it")
+    for title, lines, style in (("note", notes, "yellow"), ("geotrain launch would refuse", refused, "red")):
         if lines:
             console.print(f"\n{title}", style=f"bold {style}")
             for line in dict.fromkeys(lines):
@@ -188,6 +200,11 @@ def show(found: Needs, console: Console) -> None:
     console.print("\none exchange with the global server", table_of(links), sep="\n")
     first = found.workers[0]
     console.print(f"\none exchange inside a region: {size(first.delta_bytes)} up, {size(first.answer_bytes)} down")
+    saved = ", ".join(f"{w.name} {size(w.saved_bytes)}" for w in found.workers)
+    console.print(f"a host's checkpoint, also on the next host where none is shared: {saved}", highlight=False)
+    jobs = ", ".join(f"{w.name} {w.verified_jobs:.3g}" for w in found.workers if w.verified_jobs is not None)
+    share = f"monitor.verified_share: {found.verified_share:.2%} of their compute"
+    console.print(f"jobs between two verifications of results: {jobs or '–'} ({share})", highlight=False)
 
 
 def show_servers(found: Needs, console: Console) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from geotrain.commands.telling import age_s, duration
+from geotrain.commands.output import age_s, duration
 from geotrain.common.files import MARKER, write_whole
 from geotrain.common.names import GLOBAL
 from geotrain.config import load_run

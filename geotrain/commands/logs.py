@@ -29,7 +29,7 @@ def stream(folder: Path, names: Sequence[str], lines: int, goes_on: Callable[[],
             raise ConfigError(f"{folder}/logs: no log of {name!r}; there are: {', '.join(found)}")
     chosen = list(names) or list(found)
 
-    def told(name: str, line: bytes) -> str:
+    def prefixed(name: str, line: bytes) -> str:
         text = line.decode(errors="replace")
         return text if len(chosen) == 1 else f"{name}: {text}"
 
@@ -39,7 +39,7 @@ def stream(folder: Path, names: Sequence[str], lines: int, goes_on: Callable[[],
         for name, file in files.items():
             file.seek(max(0, file.seek(0, os.SEEK_END) - READ_BYTES))
             *whole, rests[name] = file.read().split(b"\n")
-            yield from (told(name, line) for line in (whole[-lines:] if lines else []))
+            yield from (prefixed(name, line) for line in (whole[-lines:] if lines else []))
         more = True
         while more:
             more, quiet = goes_on(), True  # asked before reading: what was written until the run ended is still read
@@ -47,10 +47,10 @@ def stream(folder: Path, names: Sequence[str], lines: int, goes_on: Callable[[],
                 while read := file.read(READ_BYTES):
                     quiet = False
                     *whole, rests[name] = (rests[name] + read).split(b"\n")
-                    yield from (told(name, line) for line in whole)
+                    yield from (prefixed(name, line) for line in whole)
             if quiet and more:
                 time.sleep(POLL_S)
-        yield from (told(name, rest) for name, rest in rests.items() if rest)
+        yield from (prefixed(name, rest) for name, rest in rests.items() if rest)
 
 
 def trace_update(folder: Path, update: str) -> UpdateTrace:

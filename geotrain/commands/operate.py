@@ -141,11 +141,11 @@ class LiveRun:
         CertificateError, ConfigError."""
         if region:
             self.cluster.region(region)
-        return self._tell(GLOBAL, rpc.Control(what, region), COMMAND_S)
+        return self._send(GLOBAL, rpc.Control(what, region), COMMAND_S)
 
     def set(self, setting: str) -> tuple[dict[str, str], list[str]]:
         """Change a key of the live run, given as KEY=VALUE: K at each region's server, all else at the global one.
-        Returns site → what it says, or why it was not told, and the sites that were not. Raises Refused,
+        Returns site → its answer, or why it was not reached, and the sites that were not. Raises Refused,
         Unreachable, CertificateError, ConfigError."""
         regions = [site for site in self.servers if site != GLOBAL and setting.startswith(f"{EVERY}=")]
         if not regions:
@@ -153,7 +153,7 @@ class LiveRun:
         said, missed = {}, []
         for site in regions:
             try:
-                said[site] = self._tell(site, rpc.Control(f"set {setting}"), COMMAND_S)
+                said[site] = self._send(site, rpc.Control(f"set {setting}"), COMMAND_S)
             except OSError as error:
                 said[site] = str(error)
                 missed.append(site)
@@ -164,7 +164,7 @@ class LiveRun:
         Unreachable, CertificateError, ConfigError.
 
         what: "expel" or "unban"."""
-        return self._tell(Topology(self.config, self.cluster).server_of(member), rpc.Control(what, member), COMMAND_S)
+        return self._send(Topology(self.config, self.cluster).server_of(member), rpc.Control(what, member), COMMAND_S)
 
     def cordon(self, host: str, why: str | None, here: bool = False) -> None:
         """Put a host out of use, or back into it (None), where its region is launched. here: by the file in this
@@ -195,7 +195,7 @@ class LiveRun:
         """Have a worker's ranks record their next inner steps; returns the answer. Raises Refused, Unreachable,
         CertificateError, ConfigError."""
         site = Topology(self.config, self.cluster).server_of(worker)
-        return self._tell(site, rpc.Control("profile", worker, steps), COMMAND_S)
+        return self._send(site, rpc.Control("profile", worker, steps), COMMAND_S)
 
     def snapshot(self) -> dict[str, str]:
         """Have every server that is reached write a snapshot: site → where it lies, or what went wrong. The global
@@ -218,7 +218,7 @@ class LiveRun:
         trust = trust_between(self.cluster, "operator", OPERATOR, "shard", site)
         snapshot, shards = rpc.Control("snapshot"), shards_of(self.cluster, site)
         of_shards = [command(str(address), snapshot, SNAPSHOT_S, trust) for address in shards]
-        return ", ".join([self._tell(site, snapshot, SNAPSHOT_S), *of_shards])
+        return ", ".join([self._send(site, snapshot, SNAPSHOT_S), *of_shards])
 
     def wait(self, until: Callable[[RunStatus], bool], within_s: float, every_s: float = 0.5) -> RunStatus:
         """Ask until a status satisfies `until`. Raises TimeoutError."""
@@ -235,7 +235,7 @@ class LiveRun:
         own = [m for name, m in seen.statuses.get(GLOBAL, {}).get("members", {}).items() if name in names]
         return seen.state is not RunState.RUNNING or (bool(own) and all(member["left"] for member in own))
 
-    def _tell(self, site: str, control: rpc.Control, within_s: float) -> str:
+    def _send(self, site: str, control: rpc.Control, within_s: float) -> str:
         trust = trust_between(self.cluster, "operator", OPERATOR, "global" if site == GLOBAL else "region", site)
         try:
             return command(self.servers[site], control, within_s, trust)

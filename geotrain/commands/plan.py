@@ -1,4 +1,4 @@
-"""`geotrain plan`: reads the files, plans, tells it, and writes what `geotrain launch` takes."""
+"""`geotrain plan`: reads the files, plans, prints the plan, and writes what `geotrain launch` takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from geotrain.commands.operate import LiveRun, RunState
-from geotrain.commands.telling import duration
+from geotrain.commands.output import duration
 from geotrain.common.files import write_whole
 from geotrain.common.names import GLOBAL
 from geotrain.config import (
@@ -100,12 +100,12 @@ def plan(
             f"--tokens-per-s {tokens_per_s:,.0f} cannot be had: this plan trains {per_s:,.0f} tokens/s, with "
             f"{forecast['utilization']:.0%} of the time at work; ask for less, or add accelerators"
         )
-    tell(found, forecast, console)
+    show_plan(found, forecast, console)
     changed = [] if running is None else list(changes(running.cluster, found))
     for change in changed:
         console.print(f"{change.what} {change.region}: {change.why}", highlight=False)
     if explain:
-        tell_why(found, forecast, console)
+        show_reasons(found, forecast, console)
     if out is not None:
         write(found, out)
         console.print(f"\nwritten to {out}: run.json, cluster.json, hosts/, placement.svg; start it with\n")
@@ -241,7 +241,7 @@ def write(found: Plan, out: Path) -> None:
 # ---------------------------------------------------------------------------------------------- for people
 
 
-def tell(found: Plan, forecast: dict[str, Any], console: Console) -> None:
+def show_plan(found: Plan, forecast: dict[str, Any], console: Console) -> None:
     p, wish, days = found.prediction, found.wish, forecast["hours"] / 24
     workers = []
     for name, w in p.workers.items():
@@ -321,7 +321,7 @@ def tell(found: Plan, forecast: dict[str, Any], console: Console) -> None:
         console.print(f"left idle on purpose: {idle} accelerators (--explain says which and why)")
 
 
-def tell_why(found: Plan, forecast: dict[str, Any], console: Console) -> None:
+def show_reasons(found: Plan, forecast: dict[str, Any], console: Console) -> None:
     console.print("\nwhy", style="bold")
     for reason in reasons(found):
         console.print(f"  {reason}", highlight=False)

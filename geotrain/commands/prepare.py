@@ -87,15 +87,15 @@ def prepare_files(
     for split, manifest in manifests.items():
         console.print(f"{folder / split}: {manifest.tokens:,} tokens in {manifest.documents:,} documents")
     if last is not None and last.broken:
-        told = f"{last.broken:,} broken lines or rows were passed over; the first: {last.first_broken}"
-        console.print(told, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        warning = f"{last.broken:,} broken lines or rows were passed over; the first: {last.first_broken}"
+        console.print(warning, style="yellow", highlight=False, markup=False, soft_wrap=True)
     held_out = manifests.get("validation")
     if held_out is not None and held_out.documents < FEW_DOCUMENTS:
         documents = held_out.documents + manifests["train"].documents
-        told = (
+        warning = (
             f"only {held_out.documents} of {documents:,} documents are held out for validation (a hash of each text "
             f"decides): a loss on so few says little; give more text, or a larger --validation than "
             f"{validation_fraction:.2g}"
         )
-        console.print(told, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        console.print(warning, style="yellow", highlight=False, markup=False, soft_wrap=True)
     return manifests

@@ -41,11 +41,11 @@ MAX_HOSTS = 5  # of a region, whose links are measured: one end is always the fi
 Pair = tuple[str, str]
 
 
-def probe(path: Path, run_path: Path | None, limits: Limits, tell: Callable[[str], None]) -> dict[str, Any]:
+def probe(path: Path, run_path: Path | None, limits: Limits, say: Callable[[str], None]) -> dict[str, Any]:
     """Measure the cluster of this file, and write the figures into it; the rest of its text stays as it is.
 
     run_path: measure also how fast each kind of accelerator trains this run's model. limits: of one direction of one
-    link. tell: is called with what was found, line by line.
+    link. say: is called with what was found, line by line.
     Raises ConfigError, ProbeError, LaunchError, EmulationError, CertificateError; then the file is as it was.
     """
     cluster, text = load_cluster(path), path.read_text()
@@ -62,7 +62,7 @@ def probe(path: Path, run_path: Path | None, limits: Limits, tell: Callable[[str
             links = stack.enter_context(wan.emulated(star, between=links_between(cluster)))
             logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             stack.enter_context(Supervisor(logs)).start(pump_process(links))
-        measurement = Measurement(cluster, limits, tell, _start_sites(cluster, links, stack))
+        measurement = Measurement(cluster, limits, say, _start_sites(cluster, links, stack))
         if links:  # those that there are
             ends = [link.regions for link in cluster.links if len(set(link.regions)) == 2]
             ways = {(one, other): measurement.between(one, other) for one, other in ends}
@@ -134,7 +134,7 @@ class Measurement:
 
     cluster: ClusterConfig
     limits: Limits
-    tell: Callable[[str], None]
+    say: Callable[[str], None]
     sites: dict[str, ProbeSite]
 
     def between(self, first: str, second: str) -> Way:
@@ -150,7 +150,7 @@ class Measurement:
                 way = self.sites[other].measure(self.sites[one], self.limits)
             except ProbeError as reverse:
                 raise ProbeError(f"neither end reaches the other: {error}; {reverse}") from None
-        self.tell(f"{first} – {second}: {_words(way)}")
+        self.say(f"{first} – {second}: {_words(way)}")
         return way
 
     def inside(self, region: RegionConfig) -> Way | None:
@@ -172,10 +172,10 @@ class Measurement:
                 site.start()
             for site, (_, worker) in zip(sites, remote, strict=True):
                 asked = {"master": remote[0][0].host, "env": worker.env if worker else {}}
-                self.tell(f"{region.name}: {site.where}: {site.ask(asked, START_S)['said']}")
+                self.say(f"{region.name}: {site.where}: {site.ask(asked, START_S)['said']}")
             for site in sites[1:]:
                 ways.append(sites[0].measure(site, self.limits))
-                self.tell(f"{region.name}: {sites[0].where} – {site.where}: {_words(ways[-1])}")
+                self.say(f"{region.name}: {sites[0].where} – {site.where}: {_words(ways[-1])}")
         return Way(max(w.rtt_ms for w in ways), min(w.up_gbps for w in ways), min(w.down_gbps for w in ways))
 
     def efficiencies(self, run: RunConfig) -> dict[str, float]:
@@ -200,7 +200,7 @@ class Measurement:
                 }
                 said = self.sites[region.name].ask({"step": request}, 900.0)
                 share = said["flops"] / (said["step_s"] * host.slots * kind.tflops * 1e12)
-                self.tell(
+                self.say(
                     f"{host.device}: a step of {said['flops']:.3g} operations ({said['layers']} layers, {host.slots} "
                     f"ranks on {host.host}) takes {said['step_s']:.4g} s: {share:.1%} of {kind.tflops:g} Tflop/s a "
                     f"rank; at its peak {said['memory_bytes'] / 1e9:.3g} of {kind.memory_gb:g} GB a rank"

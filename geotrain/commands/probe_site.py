@@ -73,7 +73,7 @@ class ProbeSite:
         self._errors.close()
 
     def start(self) -> None:
-        """Tell it who it is. Raises ProbeError."""
+        """Send it its name. Raises ProbeError."""
         address = self.address.model_dump()
         request = {"name": self.name, "role": self.role, "address": address, "security": self.security}
         port = int(self.ask(request, START_S)["port"])

@@ -112,8 +112,8 @@ def quickstart(
         table.add_row(name, text)
     console.print(table)
     if shutil.which("geotrain") is None:
-        told = f"\n`geotrain` is not on the path of this shell: . {Path(sys.executable).with_name('activate')}"
-        console.print(told, highlight=False, soft_wrap=True)
+        hint = f"\n`geotrain` is not on the path of this shell: . {Path(sys.executable).with_name('activate')}"
+        console.print(hint, highlight=False, soft_wrap=True)
     return 0, summary
 
 

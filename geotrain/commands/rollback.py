@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from geotrain.commands.telling import age_s
+from geotrain.commands.output import age_s
 from geotrain.common.files import make_folder
 from geotrain.common.names import GLOBAL
 from geotrain.config import ConfigError, load_run, shard_name
@@ -32,8 +32,8 @@ def snapshots_of(folder: Path) -> list[dict[str, Any]]:
     store = SnapshotStore(server / SNAPSHOTS)
     for number, meta in zip(store.numbers(), store.metas(), strict=True):
         version, samples, changed_s = facts_of(server, Snapshot(number, {}, meta))
-        told = {"committed_samples": samples, "version": version, "age_s": age_s(changed_s)}
-        found.append({"snapshot": number, **told, "ended": meta["ended"]})
+        facts = {"committed_samples": samples, "version": version, "age_s": age_s(changed_s)}
+        found.append({"snapshot": number, **facts, "ended": meta["ended"]})
     return found
 
 

@@ -51,7 +51,7 @@ def reference(run: type[BaseModel], cluster: type[BaseModel]) -> str:
 def _block(block: dict[str, Any]) -> str:
     lines = [block["description"], ""] if "description" in block else []
     fields, required = block["properties"], block.get("required", ())
-    for key, field in sorted(fields.items(), key=lambda item: item[0] != "name"):  # what a union tells by comes first
+    for key, field in sorted(fields.items(), key=lambda item: item[0] != "name"):  # a union's discriminator first
         default = "required" if key in required else _default(field.get("default"))
         kind = _type(field).removesuffix(" or null") if default == "`null`" else _type(field)
         meaning = f": {field['description']}" if "description" in field else ""
@@ -93,7 +93,7 @@ def _types(field: dict[str, Any]) -> Iterator[str]:
 
 def _bounds(field: dict[str, Any]) -> str:
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    told = [f"{sign} {field[name]:g}" for name, sign in signs.items() if name in field]
+    bounds = [f"{sign} {field[name]:g}" for name, sign in signs.items() if name in field]
     if "pattern" in field:
-        told.append(f"like `{field['pattern']}`")
-    return f" {', '.join(told)}" if told else ""
+        bounds.append(f"like `{field['pattern']}`")
+    return f" {', '.join(bounds)}" if bounds else ""

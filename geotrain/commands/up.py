@@ -24,6 +24,7 @@ from rich.console import Console
 
 import geotrain
 from geotrain.commands.dry_run import needs
+from geotrain.commands.output import Output
 from geotrain.commands.sky_tasks import (
     GRACE_S,
     IDLE_MINUTES,
@@ -37,7 +38,6 @@ from geotrain.commands.sky_tasks import (
     task_name,
     tasks_of,
 )
-from geotrain.commands.telling import Told
 from geotrain.common.files import write_whole
 from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
@@ -122,11 +122,11 @@ def up(
     dry_run: bool = False,
     down: bool = False,
     changes: tuple[str, ...] = (),
-) -> Told:
+) -> Output:
     """Start the run on machines of SkyPilot, follow it to its end, and tear all down.
 
     Nothing is started unless SkyPilot takes every task. Where starting fails, what was started is torn down. dry_run:
-    only tell. down: only tear down. Raises ConfigError, SkyError.
+    only print. down: only tear down. Raises ConfigError, SkyError.
     """
     console, run = new_console(), load_run(run_path, changes)
     folder = run.run_folder.absolute() / "up"
@@ -135,7 +135,7 @@ def up(
         sky = Sky()
         if not started:
             raise ConfigError(f"{folder}: nothing was started from here")
-        return Told({"left": (left := tear_down(sky, run, folder, started, console))}, code=1 if left else 0)
+        return Output({"left": (left := tear_down(sky, run, folder, started, console))}, code=1 if left else 0)
     if started and not dry_run:
         raise ConfigError(
             f"{folder}/tasks: machines were started, and not ended: `geotrain up RUN --down`; or remove that folder, "
@@ -189,16 +189,16 @@ def up(
     tasks = tasks_of(run, cluster, machines, wanted, shipment)
     show(tasks, prices, machines, wanted, console)
     if dry_run:
-        return Told({"tasks": tasks, "usd_per_hour": total}, json.dumps(tasks, indent=2))
+        return Output({"tasks": tasks, "usd_per_hour": total}, json.dumps(tasks, indent=2))
     write(folder, content, cluster, tasks)
     with _signals_raised():
         start_and_follow(sky, run, folder, tasks, console)
-    return Told({"down": list(tasks)})
+    return Output({"down": list(tasks)})
 
 
 def chosen(run: RunConfig, wanted: Wanted, console: Console) -> tuple[RunConfig, ClusterConfig, tuple[Machines, ...]]:
     """Choose machines from SkyPilot's catalogues on which the run is trained soonest for its budget, and what of the
-    run is not pinned; tells it. Returns the planned run, cluster and machines, first those of the region that gets
+    run is not pinned; prints it. Returns the planned run, cluster and machines, first those of the region that gets
     the global server. Raises PlanError, SkyError."""
     assert wanted.budget is not None
     offers = Sky().offers(wanted.spot)

@@ -30,9 +30,9 @@ class DeviceState(NamedTuple):
         return f"; {whose}: {self}" if str(self) else ""
 
     def __str__(self) -> str:
-        told = [FORMS[name].format(value) for name, value in zip(FORMS, self, strict=False) if value is not None]
-        told += [f"slowed by {self.slowed}"] * bool(self.slowed) + [f"Xid {xid}" for xid in self.xids]
-        return ", ".join([*told, *[f"not watched: {self.unwatched}"] * bool(self.unwatched)])
+        parts = [FORMS[name].format(value) for name, value in zip(FORMS, self, strict=False) if value is not None]
+        parts += [f"slowed by {self.slowed}"] * bool(self.slowed) + [f"Xid {xid}" for xid in self.xids]
+        return ", ".join([*parts, *[f"not watched: {self.unwatched}"] * bool(self.unwatched)])
 
     def numbers(self) -> dict[str, float]:
         """What is known now, as numbers."""

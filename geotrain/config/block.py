@@ -198,10 +198,10 @@ def explain(kind: Any, fault: Any) -> str:
             return f'{key} = {value}: write {{"name": {value}}}; the settings of {value} stand beside its name'
         case "dict_type" | "model_attributes_type" if names:
             return f'{key} = {value}: write {{"name": …}}; known: ' + ", ".join(names)
-    told = fault["msg"].removeprefix("Value error, ")
+    message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "value_error" and isinstance(fault["input"], dict):  # the message names what is meant
-        return f"{key}: {told}"
-    return f"{key} = {value}: {told}"
+        return f"{key}: {message}"
+    return f"{key} = {value}: {message}"
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:

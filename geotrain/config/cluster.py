@@ -38,8 +38,7 @@ class Address(Block):
     host: HostName = Field("127.0.0.1", description="By which others reach it.")
     port: Port = Field(0, description="0: the launcher picks a free port (only for a server it starts locally).")
     bind: HostName | None = Field(
-        None,
-        description="Address that it listens on, behind NAT or in a container; 0.0.0.0, ::: all. null: `host`.",
+        None, description="Address that it listens on, behind NAT or in a container; 0.0.0.0, ::: all. null: `host`."
     )
     bind_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         None, description="Port that it listens on. null: `port`."
@@ -143,8 +142,8 @@ class WorkerConfig(Block):
     env: dict[EnvironmentKey, str] = Field({}, description="Environment of this worker's processes.")
     master_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         None,
-        description="Port at which its ranks meet, unless all are on the machine that starts them. null: 29500 + the "
-        "worker's number in this file. Of two runs on the same hosts, one must set it.",
+        description="Port of its ranks' rendezvous, unless all are on the machine that starts them. null: 29500 + "
+        "the worker's number in this file. Of two runs on the same hosts, one must set it.",
     )
     min_step_s: Annotated[float, Field(ge=0)] = Field(
         0.0, description="An inner step takes at least so long: for rehearsals that leave the machine to others."

@@ -81,8 +81,7 @@ class DataConfig(Block):
     )
     validation_samples: PositiveInt = 64
     cache_folder: str | None = Field(
-        None,
-        description="Folder for blocks of remote data sets on each machine; default: ~/.cache/geotrain.",
+        None, description="Folder for blocks of remote data sets on each machine; default: ~/.cache/geotrain."
     )
     cache_gb: PositiveFloat = Field(
         10.0, description="Size of that cache, in 10⁹ bytes: best above that of the data, which is then fetched once."

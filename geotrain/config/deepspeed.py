@@ -31,9 +31,8 @@ SCHEDULERS = {  # those whose step can be set → the keys of their `params`
         "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase"
     ),
     "OneCycle": _keys(
-        "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size "
-        "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom "
-        "decay_mom_rate"
+        "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size decay_mom_rate "
+        "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom"
     ),
     "WarmupLR": _keys("warmup_min_lr warmup_max_lr warmup_num_steps warmup_type"),
     "WarmupDecayLR": _keys("total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type"),
@@ -119,8 +118,7 @@ _READ: dict[str, tuple[frozenset[str], Callable[[Any], bool]]] = {  # what its v
     "a whole number, 0 or more": (
         _keys(
             "gradient_accumulation_steps scheduler.params.decay_num_steps scheduler.params.total_num_steps "
-            "scheduler.params.warmup_num_steps "
-            "zero_optimization.reduce_bucket_size zero_optimization.stage"
+            "scheduler.params.warmup_num_steps zero_optimization.reduce_bucket_size zero_optimization.stage"
         ),
         lambda value: _is_number(value) and value == int(value),  # DeepSpeed's own examples write 5e8
     ),
@@ -155,7 +153,7 @@ def _misshapen(block: dict[str, Any]) -> Iterator[str]:
             for part in way:
                 holder = holder.get(part, {}) if isinstance(holder, dict) else {}
             if not isinstance(holder, dict) or last not in holder:
-                continue  # absent, or its holder is told by itself
+                continue  # absent, or its holder is reported by itself
             value = holder[last]
             if value != AUTO and not fits(value):
                 yield f"{place} = {reprlib.repr(value)}: must be {kind}"

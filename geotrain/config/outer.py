@@ -200,8 +200,7 @@ class OuterConfig(Block):
         description="Codec of what goes to the global server; its loss is kept and sent with the next delta.",
     )
     down: CodecConfig = Field(
-        Bf16Config(name="bf16"),
-        description="Codec of what comes from it; its loss stays in the next change.",
+        Bf16Config(name="bf16"), description="Codec of what comes from it; its loss stays in the next change."
     )
     local: CodecConfig = Field(Fp32Config(name="fp32"), description="Codec between workers and region server.")
     fragments: FragmentConfig = FragmentConfig()

@@ -76,8 +76,7 @@ class ParallelConfig(Block):
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
     stage_layers: tuple[PositiveInt, ...] | None = Field(
-        None,
-        description="Layers of each pipeline stage where they differ, as on unlike devices; null: as many.",
+        None, description="Layers of each pipeline stage where they differ, as on unlike devices; null: as many."
     )
     context: PositiveInt = Field(
         1, description="Ranks that share each sequence: a part of its tokens each, of its heads in attention."
@@ -90,6 +89,9 @@ class ParallelConfig(Block):
     sequence: bool = Field(False, description="Megatron's sequence parallelism (needs tensor > 1).")
     expert: PositiveInt = Field(
         1, description="Neighbouring data-parallel ranks that divide a layer's experts among them."
+    )
+    sites: PositiveInt = Field(
+        1, description="Equal runs of data-parallel ranks, in which gradients are summed before they cross."
     )
     dispatcher: Literal["alltoall", "allgather"] = Field(
         "alltoall",
@@ -123,7 +125,8 @@ class ParallelConfig(Block):
         expert = f" (EP {self.expert})" if self.expert > 1 else ""
         tensor = f"TP {self.tensor}{' + sequence' if self.sequence else ''}"
         stages = f" ({' + '.join(map(str, self.stage_layers))} layers)" if self.stage_layers else ""
-        return f"{tensor} × PP {self.pipeline}{stages}{context} × DP {ranks // self.replica_ranks}{expert}"
+        sites = f" in {self.sites} sites" if self.sites > 1 else ""
+        return f"{tensor} × PP {self.pipeline}{stages}{context} × DP {ranks // self.replica_ranks}{expert}{sites}"
 
 
 class PrecisionConfig(Block):
@@ -171,7 +174,7 @@ class CheckpointConfig(Block):
     keep: PositiveInt = 2
     snapshots: str | None = Field(
         None,
-        description="URL (s3://bucket/path, file:///path, any of fsspec's) for copies of all servers' snapshots.",
+        description="URL (s3://bucket/path, any of fsspec's) for copies of servers' snapshots, workers' checkpoints.",
     )
 
     @model_validator(mode="after")
@@ -202,6 +205,9 @@ class MonitorConfig(Block):
     sample_s: PositiveFloat = Field(5.0, description="Seconds between samples of links, memory, queues.")
     hang_s: float = Field(
         40.0, ge=20.0, description="Seconds in one step after which a rank hangs (docs/monitoring.md)."
+    )
+    verified_share: float = Field(
+        0.0025, ge=0.0, le=1.0, description="Share of a worker's compute for verifying its results (docs/healing.md)."
     )
     collective_s: float = Field(600.0, ge=60.0, description="Longest wait for a worker's ranks, as while it forms.")
     host: HostName = Field("127.0.0.1", description="Address of page and metrics; beyond loopback needs token_file.")
@@ -335,8 +341,7 @@ class RunConfig(Block):
         if architecture.net and self.data.attention == "document":
             raise UnsupportedModelError(
                 f"data.attention = 'document' does not go with the {architecture.net.name} of a "
-                f"{architecture.model_type}, "
-                "whose state passes from document to document; use 'sample'"
+                f"{architecture.model_type}, whose state passes from document to document; use 'sample'"
             )
         return architecture
 

@@ -17,14 +17,7 @@ import numpy.typing as npt
 
 from geotrain.common.files import whole_file, write_whole
 from geotrain.config import Block, ConfigError, DataConfig, PositiveInt, parse
-from geotrain.data.remote import (
-    BlockCache,
-    RemoteTokens,
-    default_cache_folder,
-    is_remote,
-    open_cache,
-    read_whole,
-)
+from geotrain.data.remote import BlockCache, RemoteTokens, default_cache_folder, is_remote, open_cache, read_whole
 from geotrain.data.tokens import BlockChecksums, DataError, TokenFile, VerifiedTokens, open_tokens
 
 SPLITS = ("train", "validation")

@@ -234,8 +234,8 @@ def _patiently(url: str, work: Callable[[], T]) -> T:
             raise DataError(f"{url}: {what}; look at the prefix and the credentials") from None
         except Exception as error:  # each of fsspec's file systems has errors of its own
             if time.monotonic() + (pause_s := backoff.pause_s()) > until_s:
-                told = (str(error).splitlines() or [""])[0] or type(error).__name__
+                reason = (str(error).splitlines() or [""])[0] or type(error).__name__
                 raise DataError(
-                    f"{url}: could not be read in {FETCH_DEADLINE_S:.0f} s: {told}; is the store reachable?"
+                    f"{url}: could not be read in {FETCH_DEADLINE_S:.0f} s: {reason}; is the store reachable?"
                 ) from None
         time.sleep(pause_s)

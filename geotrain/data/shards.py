@@ -73,8 +73,8 @@ def merge(out: Path) -> dict[str, Manifest]:
     found = {path: match for path in sorted(out.glob("shard-*")) if (match := _FOLDER.fullmatch(path.name))}
     totals = {int(match[2]) for match in found.values()}
     if len(totals) != 1:
-        told = f"shards of {' and of '.join(map(str, sorted(totals)))}" if totals else "no shards"
-        raise DataError(f"{out}: holds {told}; every host must prepare its part of the same number: --shard I/N")
+        held = f"shards of {' and of '.join(map(str, sorted(totals)))}" if totals else "no shards"
+        raise DataError(f"{out}: holds {held}; every host must prepare its part of the same number: --shard I/N")
     (total,) = totals
     folders = [shard_folder(out, number, total) for number in range(1, total + 1)]
     if missing := [folder.name for folder in folders if not (folder / INPUTS).is_file()]:

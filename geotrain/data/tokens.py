@@ -142,7 +142,7 @@ class TokenWriter:
             return
         if not self.documents:
             self.discard()
-            raise DataError(f"{self.prefix}: no document was added; an empty token file is of no use")
+            raise DataError(f"{self.prefix}: no document was added, and a token file needs one")
         self._data.close()
         code = next(code for code, dtype in _DTYPES.items() if dtype == self.dtype)
         with self._paths[1].open("wb") as index, self._lengths:
@@ -257,7 +257,7 @@ def open_tokens(prefix: str | Path) -> TokenFile:
             f"{index}: has {size} bytes instead of {wanted}: truncated, or not a plain text dataset; copy it again"
         )
     if sequences == 0 or bound_count < 2:
-        raise DataError(f"{index}: tells of no document; prepare the data again")
+        raise DataError(f"{index}: lists no document; prepare the data again")
     lengths_end = _HEADER.size + sequences * 4
     begins = np.memmap(index, "<i8", "r", lengths_end, (sequences,))
     bounds = np.memmap(index, "<i8", "r", lengths_end + sequences * 8, (bound_count,))
@@ -271,10 +271,10 @@ def open_tokens(prefix: str | Path) -> TokenFile:
             f"{data}: its size is no multiple of {dtype.itemsize} bytes, so it is truncated; copy it again"
         )
     # What lies between is checked where it is read: all of it would take hours at terabytes of text.
-    told = int(begins[-1]) // dtype.itemsize + last_length
-    if begins[0] != 0 or told != count:
+    stated = int(begins[-1]) // dtype.itemsize + last_length
+    if begins[0] != 0 or stated != count:
         raise DataError(
-            f"{data} holds {count} tokens but {index} tells of {told}: "
+            f"{data} holds {count} tokens but {index} states {stated}: "
             "the two do not belong together, or the copy is truncated; copy or prepare both again"
         )
     return TokenFile(str(prefix), np.memmap(data, dtype, "r"), bound_count - 1, begins, bounds)

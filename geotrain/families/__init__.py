@@ -18,7 +18,7 @@ from geotrain.families.weights import Weight
 
 __all__ = ["Architecture", "Family", "UnsupportedModelError", "architecture_from_hf", "family_of", "layer_weights"]
 
-# Each in a file of its name without "_text", which is imported when a model of it is met.
+# Each in a file of its name without "_text", which is imported when a model of it is read.
 FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "smollm3", "granite", "granitemoehybrid", "nemotron_h", "olmo2", "olmo3",
     "gemma2", "gemma3_text", "qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "qwen3_next", "deepseek_v3",

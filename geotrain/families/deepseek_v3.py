@@ -40,12 +40,11 @@ class DeepseekV3(Family):
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
     }
-    idle = frozenset({"ep_size"})
+    idle = frozenset({"ep_size", "num_nextn_predict_layers"})
     ffn_key, count_key, loss_key = "moe_intermediate_size", "n_routed_experts", "aux_loss_alpha"
     positions = 4096
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
-        without_prediction(config)
         # transformers would repeat keys by the ratio of the heads.
         reading.must_be(config, {"num_key_value_heads": reading.whole(config, "num_attention_heads")})
         made = super().architecture(config)
@@ -149,16 +148,6 @@ class DeepseekV3(Family):
             "rotary_scaling_factor": rope.get("factor", 1.0),
             "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
         }
-
-
-def without_prediction(config: Mapping[str, Any]) -> None:
-    """Refuse layers that predict further tokens, which transformers leaves out when it loads such a model."""
-    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
-        if config.get(key) not in (None, 0):
-            raise UnsupportedModelError(
-                f"model config: {key} = {config[key]!r}: multi-token prediction is not built; state 0 to train the "
-                "model without it, as exports are and transformers loads it"
-            )
 
 
 def biased_experts(config: Mapping[str, Any]) -> Experts:

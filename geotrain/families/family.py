@@ -210,11 +210,7 @@ class Family:
     def divided(self, a: Architecture) -> dict[str, int]:
         """List the keys of config.json, with their values, that tensor parallelism must divide: all whose parts it
         deals out but the vocabulary, which is padded."""
-        return {
-            "num_attention_heads": a.heads,
-            "num_key_value_heads": a.kv_heads,
-            self.ffn_key: a.ffn_size,
-        }
+        return {"num_attention_heads": a.heads, "num_key_value_heads": a.kv_heads, self.ffn_key: a.ffn_size}
 
     def megatron(self, a: Architecture) -> dict[str, Any]:
         """Set fields of Megatron-core's TransformerConfig, beside those that follow from any Architecture.

@@ -14,7 +14,6 @@ from geotrain.families.deepseek_v3 import (
     routing_keys,
     routing_settings,
     with_bias,
-    without_prediction,
 )
 from geotrain.families.family import Family
 from geotrain.families.states import mamba, unlimited_steps
@@ -53,7 +52,7 @@ class NemotronH(Family):
     }
     idle = frozenset({
         *("chunk_size", "expand", "rescale_prenorm_residual", "num_logits_to_keep", "use_mamba_kernels"),
-        *("rope_theta",),
+        *("rope_theta", "num_mtp_layers", "num_nextn_predict_layers"),
         *("mamba_ssm_cache_dtype", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank"),
         *("rope_scaling", "rope_parameters", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
         *("moe_shared_expert_overlap", *EXPERTS),  # of layers that there are not
@@ -66,7 +65,6 @@ class NemotronH(Family):
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """Read the model. Raises UnsupportedModelError."""
         unlimited_steps(config)
-        without_prediction(config)
         reading.need(config, "num_key_value_heads")  # transformers would take 8
         read = super().architecture(config)
         eps = reading.number(config, "layer_norm_epsilon", self.eps)

@@ -53,14 +53,14 @@ class Noted(Mapping[str, Any]):
     def refuse_the_rest(self, idle: Container[str]) -> None:
         """Refuse every key that nobody asked for: what is trained and exported would not have it. idle: keys that are
         left out beside `_IDLE`."""
-        told = []
+        unread = []
         for key, value in self.config.items():
             if key not in self.asked and value is not None and not (key in _IDLE or key in idle or key[:1] == "_"):
                 near = get_close_matches(key, sorted(self.asked), 1)
-                told.append(f"{key} = {value!r:.60}" + (f" (did you mean {near[0]!r}?)" if near else ""))
-        if told:
+                unread.append(f"{key} = {value!r:.60}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+        if unread:
             raise UnsupportedModelError(
-                f"model config: {'; '.join(told)}: GeoTrain does not read this for model_type "
+                f"model config: {'; '.join(unread)}: GeoTrain does not read this for model_type "
                 f"{self.config['model_type']!r}; leave out what the model is right without"
             )
 
@@ -133,9 +133,9 @@ def rope(config: Mapping[str, Any], theta: float, positions: int) -> tuple[float
             if stated.get("rope_theta") is not None:
                 bases[f"{key}.rope_theta"] = number(stated, "rope_theta", theta, 1)
     if len(set(found)) > 1 or len(set(bases.values())) > 1:
-        told = " and ".join(f"{key} = {value:g}" for key, value in bases.items()) if len(set(found)) == 1 else ""
+        differing = " and ".join(f"{key} = {value:g}" for key, value in bases.items()) if len(set(found)) == 1 else ""
         raise UnsupportedModelError(
-            f"model config: {told or 'rope_parameters and rope_scaling'} differ; state one of them"
+            f"model config: {differing or 'rope_parameters and rope_scaling'} differ; state one of them"
         )
     return next(iter(bases.values()), theta), found[0] if found else ()
 

@@ -74,7 +74,7 @@ class SnapshotWritten(Event):
 
 
 class SnapshotUploaded(Event):
-    """A snapshot's copy is whole at the URL `checkpoint.snapshots`."""
+    """A copy of a snapshot, or of a worker's checkpoint, is whole at the URL `checkpoint.snapshots`."""
 
     number: Annotated[int, "of the snapshot"]
     size_bytes: Annotated[int, "of the copy"]
@@ -91,7 +91,7 @@ class MemberSampled(Event):
     sent_bytes_per_s: Annotated[float, "since the last sample"]
     received_bytes_per_s: Annotated[float, "since the last sample"]
     refused: Annotated[int, "messages refused for good since the server's start"]
-    metrics: Annotated[dict[str, float], "what a region's heartbeat says: workers' numbers, queues, memory"]
+    metrics: Annotated[dict[str, float], "what a region's heartbeat says of its server: workers, queues, memory"]
 
 
 class ServerSampled(Event):
@@ -144,12 +144,12 @@ class DeviceSampled(Event):
 
 
 class DeviceFailed(Event):
-    """A rank's device is not fit to compute, as after uncorrectable errors of its memory."""
+    """A rank's device is not fit to compute, as after uncorrectable errors of its memory, or wrong results."""
 
     worker: Annotated[str, "its name"]
     rank: Annotated[int, "of the worker"]
     host: Annotated[str, "its name, as it gives it itself"]
-    device: Annotated[str, "its address on the PCI bus"]
+    device: Annotated[str, "its address on the PCI bus, or torch's name for it"]
     what: Annotated[str, "in words"]
 
 
@@ -275,7 +275,7 @@ class EventLog:
                 self.dropped += 1
 
     def report(self, trouble: str) -> None:
-        """Tell people of trouble: in the process's own log, and by an event."""
+        """Report trouble: in the process's own log, and by an event."""
         log.error("%s", trouble)
         self.write(Trouble(trouble))
 
@@ -339,7 +339,7 @@ def older_file(path: Path, number: int) -> Path:
 class Follower:
     """Reads a log's events in order, those of its older files first, and goes on when the file is rotated.
 
-    past_only: what is written from now on is left out. Times would not tell: clocks are set back.
+    past_only: what is written from now on is left out. Times would not show it: clocks are set back.
     missed: whether the file that was being read was rotated away; then others may have been before they were read.
     """
 

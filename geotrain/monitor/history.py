@@ -216,7 +216,7 @@ class History:
         self._versions = event.versions
         if event.tokens is not None:
             self._tokens = event.tokens
-            if self._speeds and now_s < self._speeds[-1][0]:  # the clock was set back: no time between can be told
+            if self._speeds and now_s < self._speeds[-1][0]:  # the clock was set back: the time between is not known
                 self._speeds.clear()
             self._speeds.append((now_s, event.tokens))
             while len(self._speeds) > 2 and self._speeds[1][0] < now_s - RATE_S:
@@ -257,7 +257,7 @@ class History:
 
     def _becomes(self, member: _Member, event: events.LivenessChanged, now_s: float) -> None:
         before, member.state = member.state, Liveness(event.state)
-        if member.state is before:  # as a server tells that was started again
+        if member.state is before:  # as a server reports that was started again
             return
         if not (before.missing and member.state.missing):
             member.since_s = now_s
@@ -279,14 +279,12 @@ class History:
         return (last - first) / elapsed_s if elapsed_s > 0 else None
 
     def _member_state(self, name: str, now_s: float) -> dict[str, Any]:
-        m, metrics = self._members[name], self._members[name].metrics
+        m = self._members[name]
         sample = m.sample or events.MemberSampled(name, 0.0, 0, 0, 0.0, 0.0, 0, {})
-        if m.sampled_s > (m.updated_s or 0):
-            metrics = metrics | sample.metrics  # those of its heartbeat are newer
         bare = m.state is Liveness.UP and not (self.facts.flat or sample.metrics.get("workers"))
         still = {} if now_s - m.sampled_s < 60 and m.state.reachable else dict.fromkeys(RATES, 0.0)
         return {
-            **asdict(sample),
+            **vars(sample),
             **still,
             "name": name,
             "state": "no worker" if bare else m.state,  # its server is here before its workers, and after their death
@@ -294,8 +292,8 @@ class History:
             "silent_s": sample.silent_s + now_s - m.sampled_s if m.sample else None,
             "updates": m.updates,
             "updated_s": m.updated_s,
-            **{key: metrics.get(key) for key in ("loss", *WORKER_METRICS)},
-            "shares": time_shares(metrics),
+            **{key: m.metrics.get(key) for key in ("loss", *WORKER_METRICS)},
+            "shares": time_shares(m.metrics),
             "staleness": [m.staleness.get(f) for f in range(len(self.facts.fragments))],
             "delta_norm": sum(norm**2 for norm in m.norms.values()) ** 0.5 if m.norms else None,
         }

@@ -133,7 +133,7 @@ class HttpServer:
             jar.load(headers.get("Cookie", ""))
         shown = [query.get("token", ""), headers.get("Authorization", "").removeprefix("Bearer ")]
         shown.append(jar[COOKIE].value if COOKIE in jar else "")
-        # A list and no generator, so that all three are compared and the time does not tell which one fits.
+        # A list and no generator, so that all three are compared and the time does not reveal which one fits.
         return any([hmac.compare_digest(text.encode(), self.token.encode()) for text in shown])
 
 

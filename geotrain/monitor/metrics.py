@@ -10,15 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from geotrain.monitor.events import LivenessChanged, Record
 from geotrain.monitor.http import Query, Response
-from geotrain.monitor.registry import (
-    EVENTS,
-    LINK_CAPACITY,
-    MEMBER_SAYS,
-    MEMBER_UP,
-    METRICS,
-    READERS,
-    TARGET_TOKENS,
-)
+from geotrain.monitor.registry import EVENTS, LINK_CAPACITY, MEMBER_SAYS, MEMBER_UP, METRICS, READERS, TARGET_TOKENS
 from geotrain.outer.metrics import Metric
 
 NAMESPACE = "geotrain"

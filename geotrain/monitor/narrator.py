@@ -1,5 +1,5 @@
-"""Tells a person at a server's terminal, or who reads its log, how it goes: a line for each thing that happens, and
-one a minute while there is progress."""
+"""Logs for people, at a server's terminal and in its log, how it goes: a line for each thing that happens, and one a
+minute while there is progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Narrator:
 
     def __init__(self) -> None:
         self._states: dict[str, Liveness] = {}
-        self._waits: set[tuple[str, str]] = set()  # what and whom of those that were told
+        self._waits: set[tuple[str, str]] = set()  # what and whom of those that were logged
         self._losses: list[float] = []  # of updates since the last line about progress
         self._speeds: dict[str, float] = {}  # member → tokens a second, by its last update
         self._updates = self._sent = 0
@@ -51,14 +51,14 @@ class Narrator:
             case events.SentUp():
                 self._sent += 1
             case events.ServerSampled() if record.time_s - self._since_s >= EVERY_S:
-                self._tell_progress(event)
+                self._log_progress(event)
                 self._since_s = record.time_s
             case _ if type(event) in MARKS and not isinstance(event, SAID_ALREADY):
                 _, member, words = MARKS[type(event)]
                 name = getattr(event, member, "") and f"{getattr(event, member)}: "
                 log.info("%s%s", name, words(event))
 
-    def _tell_progress(self, sample: events.ServerSampled) -> None:
+    def _log_progress(self, sample: events.ServerSampled) -> None:
         if self._updates:
             up = [name for name, state in self._states.items() if state is Liveness.UP]
             loss = f", loss {sum(self._losses) / len(self._losses):.4f}" if self._losses else ""

@@ -18,7 +18,7 @@ def picture(folder: Path, sequence_length: int, path: Path) -> None:
     """
     losses, validations, sent = story(folder, sequence_length)
     if not losses:
-        raise OutputError(f"{folder}: no trained job is told of in its events; nothing to draw")
+        raise OutputError(f"{folder}: its events have no trained job; nothing to draw")
     from matplotlib import pyplot
 
     pyplot.rcParams["svg.hashsalt"] = "geotrain"  # the same picture gives the same file

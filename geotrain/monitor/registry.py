@@ -24,8 +24,6 @@ PARTS = ("compute", "communication", "waiting")  # what a worker's time goes to
 FRAGMENT = ("member", "fragment")
 LINK = ("member", "direction")
 SERVER_METRICS = declared(ServerSampled)
-# The numbers of workers that a region's heartbeat carries on to the global server.
-LIVE = ("loss", *WORKER_METRICS, *(f"{part}_s" for part in PARTS))
 
 
 def time_shares(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -56,9 +54,7 @@ def _is_up(event: events.LivenessChanged, time_s: float) -> float | None:
     return float(state.reachable) if state.reachable or state.missing else None
 
 
-MEMBER_UP = Metric(
-    "member_up", "1 while the member is heard of, 0 while it is not; none while it need not be", MEMBER
-)
+MEMBER_UP = Metric("member_up", "1 while the member sends, 0 while it is silent; none while it need not send", MEMBER)
 MEMBER_SAYS = Metric("member_says", "Numbers in the member's heartbeat", ("member", "what"))
 EVENTS = Metric("events", "Events written, by type", ("event",), kind="counter")
 # These two are set once, from the run's files.
@@ -70,7 +66,7 @@ DERIVED: dict[Metric, dict[type[Event], Reader]] = {
     Metric("waits", "Things that the server has waited for, for more than some seconds"): {
         events.WaitsChanged: lambda event, _: len(event.waits)
     },
-    Metric("member_heard_timestamp", "Unix time of the member's last sign", MEMBER, unit="seconds"): {
+    Metric("member_last_seen_timestamp", "Unix time of the member's last message", MEMBER, unit="seconds"): {
         events.Joined: _now,
         events.MemberSampled: lambda event, time_s: time_s - event.silent_s,
     },

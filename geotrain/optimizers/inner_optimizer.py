@@ -26,7 +26,7 @@ class InnerOptimizer(torch.optim.Optimizer):
         self._matrices: dict[int, MatrixUpdate] = {}  # by the id of the optimizer's tensor
 
     def bind(self, matrices: Iterable[tuple[Tensor, OwnedMatrix]], ranks: TensorRanks | None) -> None:
-        """Tell Muon which matrices lie in which of the optimizer's tensors."""
+        """Set for Muon which matrices lie in which of the optimizer's tensors."""
         assert isinstance(self.settings, MuonSettings)
         of_tensor: dict[int, list[OwnedMatrix]] = {}
         for owner, matrix in matrices:

@@ -45,12 +45,7 @@ class AdamWUpdate:
         self._group = group
 
     def __call__(
-        self,
-        weights: Tensor,
-        state: Mapping[str, Tensor],
-        gradient: Tensor,
-        step: Step,
-        out: Tensor | None = None,
+        self, weights: Tensor, state: Mapping[str, Tensor], gradient: Tensor, step: Step, out: Tensor | None = None
     ) -> None:
         """Step weights and state in place. All tensors are 1-D, contiguous and of one length.
 
@@ -82,8 +77,8 @@ class OwnedMatrix:
 class TensorRanks:
     """The tensor ranks, each of which holds a part of the same matrices.
 
-    group: for Muon alone: with ACCO another thread uses it than the one that computes, and two threads must not meet
-    in one group.
+    group: for Muon alone: with ACCO another thread uses it than the one that computes, and two threads must not use
+    one group at once.
     """
 
     group: dist.ProcessGroup
@@ -114,12 +109,7 @@ class MatrixUpdate:
         self._batches = list(_batches(sorted(matrices, key=lambda matrix: next(matrix.segments))))
 
     def __call__(
-        self,
-        weights: Tensor,
-        state: Mapping[str, Tensor],
-        gradient: Tensor,
-        step: Step,
-        out: Tensor | None = None,
+        self, weights: Tensor, state: Mapping[str, Tensor], gradient: Tensor, step: Step, out: Tensor | None = None
     ) -> None:
         """Step the matrices. Arguments are those of `AdamWUpdate`."""
         momentum = state[MOMENTUM]

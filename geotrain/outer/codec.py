@@ -135,7 +135,7 @@ class Codec:
         as `decode` does. With fp32 and bf16 `out` has been written by then, unlike in `decode`.
         """
         # These two have no scales to look at beforehand. Checking every value would be a second pass over memory; the
-        # sum of squares tells the same, since it is finite exactly when every value is (fp32 squared fits fp64).
+        # sum of squares shows the same, since it is finite exactly when every value is (fp32 squared fits fp64).
         plain = self.name in ("fp32", "bf16")
         self._check_size(payload, out.numel())
         if not plain:

@@ -154,7 +154,7 @@ class Steered(Event):
 
 
 class SetAside(Event):
-    """Samples of the run that nobody shall train any more, since two updates with them were of no use."""
+    """Samples of the run that nobody shall train any more: two updates with them were not finite, or outliers."""
 
     first: Annotated[int, "the first of them"]
     last: Annotated[int, "the last"]

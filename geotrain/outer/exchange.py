@@ -144,10 +144,10 @@ class Exchange:
         worker; the same on all its ranks, new in every incarnation.
         """
         self.incarnation = incarnation
-        i, rank = identity, self.rank
+        i, rank, w = identity, self.rank, self.weights
         names = i.run, i.config_digest, i.parameter_map_digest, i.model, self.name, incarnation
-        slices = self.weights.pushes, self.weights.holds
-        welcome = self.client.join(Join(*names, rank.rank, rank.world_size, *slices, data=i.data))
+        join = Join(*names, part=rank.rank, parts=rank.world_size, pushes=w.pushes, holds=w.holds, data=i.data)
+        welcome = self.client.join(join)
         self.sequences, self.next_job = list(welcome.sequences), welcome.job
         self.server_incarnations = list(welcome.incarnations)
         yield from self.adopt_newest()
@@ -189,6 +189,7 @@ class Exchange:
         if self.step - self._job_step == self.lease.steps:
             # Without the waits: the speed goes with the next lease request, and is to be the machine's own.
             self.step_s = (self.clock() - self._job_begin - self.waited_s) / self.lease.steps
+            # Before the push: the delta with the lease's last step is to name it.
             self.unsent[self.lease.lease] = set(self.all)
         if due:
             yield from self._push(due, metrics, self.lease.job)
@@ -200,6 +201,7 @@ class Exchange:
         In synchronous rounds this is a round too, in which all workers must send the same fragments: all but those
         that leave after a job's last step, whether or not there is progress in them.
         """
+        # First, as nothing trains any more: answers are needed at once (`_need_s`).
         self.lease = None
         yield from self._adopt_answers(wait=True)
         unsent = {f for fragments in self.unsent.values() for f in fragments}
@@ -219,16 +221,16 @@ class Exchange:
             # A fragment has one update in flight: the next delta is counted from the answer to the last.
             yield from self._adopt_answers(wait=True)
         self.rank.settle()  # the delta must contain every step
-        sent = _InFlight([], [], due, self.step + self.overlap.steps)
-        self.in_flight.append(sent)
+        # Before this update is in flight: answers to all but those on their way are adopted.
+        adopted = tuple(n - 1 - any(f in s.fragments for s in self.in_flight) for f, n in enumerate(self.sequences))
+        self.in_flight.append(sent := _InFlight([], [], due, self.step + self.overlap.steps))
         for fragment in due:
             # For people: the last one brings the metrics of all.
-            pushed = self._push_fragment(fragment, metrics if fragment == due[-1] else {}, job)
-            sent.pushes.append(pushed)
+            sent.pushes.append(self._send(fragment, job, adopted, metrics if fragment == due[-1] else {}))
             sent.answers.append(self.client.pull(fragment, self.sequences[fragment]))
             self.sequences[fragment] += 1
 
-    def _push_fragment(self, fragment: int, metrics: dict[str, float], job: int) -> Pending[None]:
+    def _send(self, fragment: int, job: int, adopted: tuple[int, ...], metrics: dict[str, float]) -> Pending[None]:
         sequence = self.sequences[fragment]
         stream = self.name, self.rank.rank, sequence
         with span("encode"):
@@ -236,13 +238,14 @@ class Exchange:
         contains = tuple(lease for lease, fragments in self.unsent.items() if fragment in fragments)
         self.unsent = {lease: left for lease, fragments in self.unsent.items() if (left := fragments - {fragment})}
 
+        # Taken here and not in `push`, which runs when the next update may have its number already.
         header = self.name, self.incarnation, fragment, sequence, self.rank.rank
         needed_s = self.clock() + self._need_s()
 
         def push() -> Pending[None]:
             made = tuple(delta.result() for delta in deltas)
             need_s = max(0.0, needed_s - self.clock())
-            part = UpdatePart(*header, made, job=job, contains=contains, metrics=metrics, need_s=need_s)
+            part = UpdatePart(*header, made, job, contains=contains, metrics=metrics, need_s=need_s, adopted=adopted)
             size, update = sum(len(delta.payload) for delta in made), update_id(self.name, fragment, sequence)
             self.report(UpdateEncoded(update, job, list(contains), size))
             with span("send"):
@@ -298,6 +301,7 @@ class Exchange:
                 self.server_incarnations[answer.fragment] = answer.incarnation
                 answer = yield self.client.pull(answer.fragment, answer.sequence)
             answers.append(answer)
+        # A step that still travels would overwrite what is adopted.
         self.rank.settle()
         with span("adopt"):
             for answer in answers:

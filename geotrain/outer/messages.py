@@ -30,7 +30,7 @@ class Refused(Exception):
 
 
 class BadDelta(Refused):
-    """The numbers of an update are of no use: not finite, or far out of the ordinary. The data may be to blame."""
+    """Raised for an update that is not finite or whose norm is an outlier. The data may be to blame."""
 
 
 class DataGone(Refused):
@@ -156,6 +156,7 @@ class UpdatePart:
     leave together, one brings them.
     need_s: seconds from its arrival on in which the server has to answer for the answer to come in time; a server may
     wait so long for the deltas of others. Not more than 0: as soon as it can.
+    adopted: by fragment, the last update whose answer this part has adopted, so the server keeps it no longer.
     """
 
     member: str
@@ -169,6 +170,7 @@ class UpdatePart:
     contains: tuple[int, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
     need_s: float = 0.0
+    adopted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -190,10 +192,11 @@ class Answer:
     """A fragment's weights for one part of a member, in answer to its update `sequence` (0: to its join).
 
     An answer is frozen: encoded once, for all parts at the same moment, and kept until all have surely adopted it,
-    which the member's next update of the fragment says. incarnation: of the server that gives it. One incarnation
-    gives all parts the same version. A restarted server has lost the answers with whole weights and makes new ones of
-    newer weights, so the ranks of a worker must not mix those of two incarnations. held_s: seconds for which the
-    update was at the server before it was answered: the rest of the time was travel.
+    which the member's next update of the fragment says, or one of another fragment (`UpdatePart.adopted`).
+    incarnation: of the server that gives it. One incarnation gives all parts the same version. A restarted server has
+    lost the answers with whole weights and makes new ones of newer weights, so the ranks of a worker must not mix
+    those of two incarnations. held_s: seconds for which the update was at the server before it was answered: the rest
+    of the time was travel.
     """
 
     fragment: int
@@ -248,7 +251,7 @@ class Finished:
 class Release:
     """Leases that will not be trained by their worker: they return to the pool.
 
-    failed: their training gave an update that was of no use. What fails twice is set aside.
+    failed: their training gave an update that was refused as `BadDelta`. What fails twice is set aside.
     """
 
     leases: tuple[int, ...]
@@ -353,7 +356,7 @@ class UpdateRejected:
 
     fragment, sequence: of the update; sequence 0: it was something else. An incarnation of a worker says no more
     after it, on any rank; a region begins a new one when it gets this message about itself. job: in which a worker
-    made it, where its numbers were of no use: the leases that it held then may be to blame; else 0.
+    made it, where it was refused as `BadDelta`: the leases that it held then may be to blame; else 0.
     """
 
     member: str

@@ -79,6 +79,7 @@ class JobTrained(Event):
     device_ecc_errors: Annotated[Maybe, Metric("ecc_errors", "Of memory, uncorrectable", MEMBER), ADDED_UP] = None
     device_nvlink_errors: Annotated[Maybe, Metric("nvlink_errors", "Of all devices", MEMBER), ADDED_UP] = None
     device_xids: Annotated[Maybe, Metric("xids", "Errors logged by drivers, lately", MEMBER), ADDED_UP] = None
+    wrong_results: Annotated[Maybe, Metric("wrong_results", "Found in verifications", MEMBER), ADDED_UP] = None
     retries: Annotated[float, "attempts of this rank's calls that failed and were repeated, so far"] = 0.0
 
 
@@ -105,5 +106,5 @@ def credible(metrics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-WORKER_METRICS = declared(JobTrained)  # they travel with updates and heartbeats, under the names of the fields
+WORKER_METRICS = declared(JobTrained)  # they travel with updates, under the names of the fields
 SUMS = frozenset(field for field, found in notes(JobTrained).items() if ADDED_UP in found)

@@ -63,6 +63,11 @@ class LoopCheckpoints:
         if manifest is None:
             return 0
         place = self.files.folder / manifest["tag"]
+        if (layout := manifest["layout"]) != self._described["layout"]:
+            raise CheckpointError(
+                f"checkpoint {place}: was saved in another layout, and each rank reads its own file only: "
+                f"resume with the layout {layout}, or begin without"
+            )
         self.files.ranks.together(lambda: self._read(place), place)
         return int(manifest["extra"]["job"])
 

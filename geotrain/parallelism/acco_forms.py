@@ -110,10 +110,11 @@ def check_acco(
     micro_batches: of one replica in one step (`gradient_accumulation_steps`).
     """
     block = deepspeed_block
-    if parallel.expert > 1:
+    if parallel.expert > 1 or parallel.sites > 1:
+        key = "expert" if parallel.expert > 1 else "sites"
         raise ConfigError(
-            f"acco does not go with parallel.expert = {parallel.expert}: all its ranks reduce one buffer, and "
-            "divided experts are reduced by some of them; leave out one of the two"
+            f"acco does not go with parallel.{key} = {getattr(parallel, key)}: all its ranks reduce one buffer at "
+            "once, and divided experts and sites want some of them first; leave out one of the two"
         )
     layers = range(architecture.layers)
     if any(weight.untrained for layer in layers for weight in layer_weights(architecture, layer)):

@@ -19,6 +19,7 @@ _DEEPSPEED_BUCKET = 500_000_000  # DeepSpeed's default of zero_optimization.redu
 # Of ZeRO-1, whose buckets travel during backward: the most, and at least so many of them for a small model.
 _OVERLAPPED_BUCKET, _OVERLAPPED_BUCKETS = 40_000_000, 8
 CODED_AT_ONCE = 1 << 26  # elements that one launch encodes, beside as many zeros in 16 bits
+VERIFIED_RUNS = 2  # of a micro-batch that is computed to verify results
 BUCKETS_IN_FLIGHT = 3  # so many are reduced, or gathered, at once: it bounds the memory for what travels
 
 
@@ -181,6 +182,13 @@ def check_layout(
     _check_deepspeed(deepspeed_block, tp, pp)
     copies = ranks // (tp * pp)  # ranks that have the same parameters
     _check_experts(architecture, parallel, deepspeed_block, copies)
+    sites, two_levels = parallel.sites, overlaps_reduction(deepspeed_block) and not coded_bits(deepspeed_block)
+    if sites > 1 and (copies % (sites * math.lcm(cp, parallel.expert)) or copies == sites or not two_levels):
+        raise ConfigError(
+            f"parallel.sites = {sites} needs equal runs of the worker's {copies} data-parallel ranks, of two or more "
+            "each and whole groups of context and expert ranks; and deepspeed.zero_optimization.stage = 1 without "
+            "offload_optimizer and gradient_bits; change these, or leave it out"
+        )
     accumulation_steps(deepspeed_block, copies // cp)
     if uses_muon(deepspeed_block) and zero_stage(deepspeed_block) and copies > 1:
         _check_shards_are_filled(architecture, parallel, copies)
@@ -348,6 +356,12 @@ def _check_muon(block: dict[str, Any], stage: int) -> None:
             "deepspeed.zero_optimization.offload_optimizer does not go with the optimizer Muon: its matrix products "
             "would run on the host; leave it out (Muon keeps one moment, not two), or use AdamW"
         )
+
+
+def micro_batches_between(share: float, stages: int) -> float:
+    """Micro-batches of a replica between two verifications, which take this share: one that is computed alone keeps
+    each pipeline stage waiting for the others. share: `monitor.verified_share`; 0: there are none."""
+    return VERIFIED_RUNS * stages / share if share else math.inf
 
 
 def accumulation_steps(deepspeed_block: dict[str, Any], dp: int) -> int:

@@ -203,8 +203,9 @@ def activation_bytes(
       on both sides of its exchange; the fused ones, q + 2kv, stay only where norms of q and k need them
     - with latent attention 2q + 2v: queries and keys after rotation, values and output, divided likewise; and the
       latents, before and after their norms, divided by sequence parallelism
-    - of a gated delta net 6k + 7v of keys and values, divided likewise: projections, their convolution, output and
-      the gated output; queries and keys of each value head; and in fp32 2v, of gates
+    - of a gated delta net 8k + 8v of keys and values, divided likewise: projections, their convolution and what its
+      activation takes and gives, output and the gated output; queries and keys of each value head; and in fp32 2v, of
+      gates
     - of a Mamba-2 mixer 4v + 4k of values and keys, divided likewise: its projection, the
       convolution, the output
     - 3f, divided likewise: gate, up, and the activated product; of a shared expert, too
@@ -250,7 +251,7 @@ def _layer_elements(
     total += (2 if a.activation == "relu2" else 3) * between / tp
     if letters[0] == "G" and net is not None:
         served = net.value_heads // net.key_heads
-        total += ((6 + 2 * served) * net.keys + 7 * net.values + 2 * net.values * _FP32_BYTES / size) / tp
+        total += ((8 + 2 * served) * net.keys + 8 * net.values + 2 * net.values * _FP32_BYTES / size) / tp
     elif letters[0] == "M" and net is not None:
         total += (4 * net.values + 4 * net.keys + net.value_heads) / tp
     elif letters[0] == "*":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup
@@ -13,7 +14,8 @@ class RankMesh:
 
     dp_rank, dp_size, dp_group: among the ranks that have the same parameters, which average gradients and divide the
     optimizer's state; of data and context parallelism together, the context rank fastest. embedding_group: first and
-    last pipeline stage, which share a tied embedding; None on the stages between.
+    last pipeline stage, which share a tied embedding; None on the stages between. levels: with several sites, of
+    dp_group and expert_dp_group the ranks in this rank's site, and those in the same place in each; else nothing.
 
     It is also the object that DeepSpeed calls an `mpu` and asks about parallelism.
     """
@@ -37,6 +39,7 @@ class RankMesh:
     ep_group: ProcessGroup
     expert_dp_group: ProcessGroup
     embedding_group: ProcessGroup | None
+    levels: Mapping[ProcessGroup, tuple[ProcessGroup, ProcessGroup]]
     control_group: ProcessGroup  # all ranks, over gloo: small messages that need not wait for the device
 
     @property
@@ -47,10 +50,6 @@ class RankMesh:
     @property
     def replicas(self) -> int:
         return self.dp_size // self.cp_size
-
-    @property
-    def is_first_stage(self) -> bool:
-        return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
@@ -77,9 +76,6 @@ class RankMesh:
     def get_tensor_model_parallel_group(self) -> ProcessGroup:
         return self.tp_group
 
-    def get_pipeline_model_parallel_rank(self) -> int:
-        return self.pp_rank
-
     def get_pipeline_model_parallel_world_size(self) -> int:
         return self.pp_size
 
@@ -94,13 +90,3 @@ class RankMesh:
 
     def get_data_parallel_group(self) -> ProcessGroup:
         return self.dp_group
-
-
-class SampleRanks:
-    """An `mpu` for DeepSpeed's configuration, which only asks among how many ranks a batch's samples are divided."""
-
-    def __init__(self, replicas: int) -> None:
-        self.replicas = replicas
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.replicas

@@ -28,6 +28,8 @@ _FREE = {  # keys of an export that say how it was trained, or what others say: 
 }  # fmt: skip
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# How many layers predict tokens beyond the next: left out, as transformers leaves them out of what it loads.
+PREDICTING = "num_nextn_predict_layers", "num_mtp_layers"
 
 
 class HFCheckpointError(ValueError):
@@ -52,7 +54,14 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, t
         hint = "; set tie_word_embeddings to true if the head is tied" if missing == [HEAD] else ""
         raise HFCheckpointError(f"{folder}: {some(missing)} missing, which config.json asks for{hint}")
     expected = {p.name for p in parameters} | ({HEAD} if architecture.tied_embeddings else set())
-    # Old checkpoints hold a table of rotary frequencies, which follows from the config.
+    # Layers that predict tokens beyond the next. Old checkpoints also hold a table of rotary frequencies, which
+    # follows from the config.
+    further = architecture.layers + sum(int(config.get(key) or 0) for key in PREDICTING)
+    beyond = "mtp.", *(f"model.layers.{layer}." for layer in range(architecture.layers, further))
+    left_out = [name for name in files if name.startswith(beyond)]
+    if left_out:
+        log.warning("%s: %s of multi-token prediction, and left out", folder, some(left_out))
+    expected.update(left_out)
     extra = sorted(name for name in files if name not in expected and not name.endswith(".rotary_emb.inv_freq"))
     if extra:
         raise HFCheckpointError(f"{folder}: {some(extra)} unknown: no part of the model that config.json describes")
@@ -92,7 +101,7 @@ def read_start(run: RunConfig) -> Iterator[tuple[str, torch.Tensor]]:
     both = [family_of(each.model_type).hf_config(each) for each in (theirs, ours)]
     keys = [key for key in dict.fromkeys((*both[1], *both[0])) if key not in _FREE]
     differing = {key: [each.get(key) for each in both] for key in keys if both[0].get(key) != both[1].get(key)}
-    told = [
+    unlike = [
         f"{key} = {a!r}, in the run's model {b!r}"
         for key, (a, b) in differing.items()
         if key not in run.model.init_changes
@@ -100,10 +109,10 @@ def read_start(run: RunConfig) -> Iterator[tuple[str, torch.Tensor]]:
     known, wanted = ({p.name: p for p in canonical_parameters(each)} for each in (theirs, ours))
     # Rows of the vocabulary may be more or fewer, and a head may come or go; all else has the shapes that it has.
     fits = _without_rows(known) == _without_rows(wanted)
-    if told:
+    if unlike:
         way = ", or name in model.init_changes what is to change" if fits else ""
         raise ConfigError(
-            f"{place}: is another model: {'; '.join(told)}; use that checkpoint's config.json as model.config{way}"
+            f"{place}: is another model: {'; '.join(unlike)}; use that checkpoint's config.json as model.config{way}"
         )
     if idle := [key for key in run.model.init_changes if key not in differing]:
         raise ConfigError(f"model.init_changes: {', '.join(idle)}: is the same in {place}; leave it out")

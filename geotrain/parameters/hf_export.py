@@ -101,10 +101,7 @@ def _plan_shards(parameters: list[Parameter], dtype: torch.dtype, max_shard_byte
 
 
 def _write_shards(
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    shards: dict[str, list[Parameter]],
-    folder: Path,
-    dtype: torch.dtype,
+    tensors: Iterable[tuple[str, torch.Tensor]], shards: dict[str, list[Parameter]], folder: Path, dtype: torch.dtype
 ) -> None:
     wanted = {p.name: (p, file) for file, members in shards.items() for p in members}
     waiting: dict[str, dict[str, torch.Tensor]] = {file: {} for file in shards}

@@ -128,7 +128,7 @@ def parameter_count(architecture: Architecture) -> int:
 
 
 def active_parameter_count(a: Architecture) -> int:
-    """Count the elements that a token meets: all but the matrices of experts that it is not sent to."""
+    """Count the elements that a token uses: all but the matrices of experts that it is not sent to."""
     if a.experts is None:
         return parameter_count(a)
     of_experts = sum(w.numel for _, w in family_of(a.model_type).weights(a) if w.expert is not None)

@@ -179,9 +179,9 @@ def hiding_text(plan: Plan, name: str) -> list[str]:
 
 def synchronous_text(plan: Plan) -> list[str]:
     """Say what one synchronous worker of all regions would reach, and from which links on more than the plan is
-    worth: hierarchical data parallelism, as Megatron's distributed optimizer instances. Gradients are reduced within
-    regions, then a ring of regions reduces each rank's part, 2 · (R − 1) / R of them over the slowest link; nothing
-    of that is hidden, and compute is shared without waiting."""
+    worth: hierarchical data parallelism (`parallel.sites`), with the bytes of Megatron's distributed optimizer
+    instances. Of gradients that were summed within regions, and of new weights, (R − 1) / R go over the slowest link;
+    nothing of that is hidden, and compute is shared without waiting."""
     task, homes = plan.task, list(plan.prediction.regions)
     try:
         lines = [task.network.between_regions(a, b) for a, b in combinations(homes, 2)]
@@ -191,7 +191,8 @@ def synchronous_text(plan: Plan) -> list[str]:
         return []
     block = Topology(plan.run, plan.cluster).workers[next(iter(plan.workers))].deepspeed
     around = 2 * (len(homes) - 1)
-    gigabits = 8e-9 * around / len(homes) * gradient_wire_bytes(block) * parameter_count(task.architecture)
+    each = gradient_wire_bytes(block) + (2 if trains_in_bf16(block) else 4)
+    gigabits = 4e-9 * around / len(homes) * each * parameter_count(task.architecture)
     compute_s = 1 / sum(1 / w.layout.step.step_s for w in plan.workers.values())
     latency_s = around * max(line.latency_s for line in lines)
     reached = task.tokens_per_step / (compute_s + latency_s + gigabits / min(line.gbps for line in lines))
@@ -199,7 +200,7 @@ def synchronous_text(plan: Plan) -> list[str]:
     left_s = task.tokens_per_step / mine - compute_s - latency_s  # for the bytes
     better = f"more from {gigabits / left_s:,.0f} Gbit/s on" if left_s > 0 else "less over any"
     return [
-        f"as one synchronous worker of {len(homes)} regions, which no plan launches: {reached:,.0f} tokens/s over "
+        f"as one synchronous worker of {len(homes)} regions (parallel.sites): {reached:,.0f} tokens/s over "
         f"these links, where this plan's are worth {mine:,.0f} of data parallelism's; {better}"
     ]
 

@@ -50,7 +50,7 @@ from geotrain.plan.settings import (
 from geotrain.plan.spanning import found_layouts
 
 GLOBAL_PORT = 7070
-# Keys of `outer` that take less of servers' memory, the gentlest first, and how a plan tells of them.
+# Keys of `outer` that take less of servers' memory, the gentlest first, and how a plan's notes name them.
 ROOM: tuple[tuple[str, Any, str], ...] = (
     ("fragments", FragmentConfig(layers_per_fragment=2), "fragments of two layers"),
     ("mirrors", "disk", 'outer.mirrors = "disk"'),
@@ -182,8 +182,8 @@ def _that_fits(
                 wish = replace(wish, tokens=tokens)
             run, cluster = resolve(tasked, named, place.region, setting.outer, wish.tokens, setting.shards)
             if not (found := list(too_small_hosts(run, cluster))):
-                told = ", ".join(words for *_, words in taken) or "codecs and shards"
-                notes = [f"chosen for the servers' memory: {told}; else {small}"] if small else []
+                measures = ", ".join(words for *_, words in taken) or "codecs and shards"
+                notes = [f"chosen for the servers' memory: {measures}; else {small}"] if small else []
                 return [setting, *(s for s in ranked if s is not setting)], wish, run, cluster, notes
             small = small or str(found[0]).partition(";")[0]
     raise PlanError(str(found[0]))

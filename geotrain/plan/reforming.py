@@ -81,7 +81,7 @@ def task_of(
 ) -> PlanTask:
     """Build the planner's inputs for one worker on these hosts."""
     setup = WorkerSetup.of(run, worker)
-    parallel = setup.parallel.model_copy(update={"stage_layers": None})
+    parallel = setup.parallel.model_copy(update={"stage_layers": None, "sites": 1})
     own = {"parallel": parallel, "deepspeed": setup.deepspeed, "precision": setup.precision}
     run = run.model_copy(update=own)
     places = dict.fromkeys(host.region or region for host in hosts)

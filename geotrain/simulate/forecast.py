@@ -1,5 +1,5 @@
 """Forecasts a whole run: hours, utilization, bytes of each link, work of each server. `geotrain plan`, `dry-run` and
-`simulate` all tell this one.
+`simulate` all print this one.
 
 Steps, sizes of messages and servers' rates are those of `geotrain.plan.model`; the run is then played by the
 production's state machines. A long run is played in short: what its middle half did a step is taken to go on.

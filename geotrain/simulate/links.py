@@ -1,4 +1,4 @@
-"""Virtual links, which tell when bytes arrive that leave now. What the bytes mean plays no part.
+"""Virtual links, which compute when bytes arrive that leave now. What the bytes mean plays no part.
 
 A pipe is one direction of a link, a first-in-first-out queue in front of a fixed rate. On a shared link all senders
 wait in one queue; on one that is not shared each sender has a queue of its own (the published environments are like

@@ -94,9 +94,15 @@ class OneRank:
         return stopped_s
 
 
+def never() -> bool:
+    """Say no. A function with a name: worlds are kept in pickles."""
+    return False
+
+
 class SimWorker:
     """A simulated worker, alive in its spec's spans. lost_s: seconds of training that died with it. job_starts_s:
-    when each of its jobs began."""
+    when each of its jobs began. ends: called after a job; whether the worker ends now, to live again though it has
+    work."""
 
     def __init__(
         self,
@@ -113,7 +119,7 @@ class SimWorker:
         self.learner, self.parameter_map = learner, parameter_map
         self.lives, self.trained_steps, self.lost_s = 0, 0, 0.0
         self.job_starts_s: list[float] = []
-        self.left = False
+        self.left, self.ends = False, never
         # What an incarnation knows is here and not in its script, so that another script can go on with it.
         self.lease: Lease | Finished | None = None
         self._following: Pending[Any] | None = None  # the lease after it
@@ -169,9 +175,9 @@ class SimWorker:
         yield from self._jobs()
 
     def _jobs(self) -> Script:
-        told = False  # that there was no data: it has sent all, and asked for the job after that
-        while isinstance(lease := self.lease, Lease) or not told:
-            if told := isinstance(lease, Finished):
+        no_data = False  # was answered: it has sent all, and asked for the job after that
+        while isinstance(lease := self.lease, Lease) or not no_data:
+            if no_data := isinstance(lease, Finished):
                 yield from self.exchange.finish()
                 self.lease = yield self.uplink.lease(
                     LeaseRequest(self.spec.name, lease.job + 1, self.exchange.step_s)
@@ -184,6 +190,9 @@ class SimWorker:
                 self.job_starts_s.append(self.clock.now)
                 self._job_s, self._done = self.trained_s, 0
             yield from self._train_job(lease)
+            if self.ends():
+                yield from self.exchange.finish()
+                return
             assert self._following is not None
             self.lease = yield self._following
         self.left = True

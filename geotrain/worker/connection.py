@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,22 +82,22 @@ def connected(
             events.write(Trouble(what))
             trouble(what)
 
+        host = socket.gethostname()
+
+        def on_failed(rank: int, device: str, what: str) -> None:
+            event = DeviceFailed(worker.name, rank, host, device, what)
+            events.write(event)
+            say(FAILED_MARK + json.dumps(asdict(event)), sys.stderr)
+            on_trouble(f"rank {rank} on {host}: device {device} is not fit: {what}; reset or replace it")
+
         def watch_device(on: torch.device, rank: int) -> DeviceWatch:
-            host = socket.gethostname()
-
-            def on_failed(device: str, what: str) -> None:
-                event = DeviceFailed(worker.name, rank, host, device, what)
-                events.write(event)
-                say(FAILED_MARK + json.dumps(asdict(event)), sys.stderr)
-                on_trouble(f"rank {rank} on {host}: device {device} is not fit: {what}; reset or replace it")
-
             def on_sample(state: DeviceState) -> None:
                 events.write(DeviceSampled(worker.name, rank, state.numbers()))
 
             def on_unwatched(why: str) -> None:
                 on_trouble(f"rank {rank} on {host}: its device is not watched: {why}; training goes on")
 
-            watch = DeviceWatch(on, on_failed, on_unwatched, on_sample)
+            watch = DeviceWatch(on, partial(on_failed, rank), on_unwatched, on_sample)
             watches.callback(watch.stop)
             return watch
 
@@ -111,4 +112,5 @@ def connected(
             trouble=on_trouble,
             write_event=events.write,
             watch_device=watch_device,
+            device_failed=on_failed,
         )

@@ -41,7 +41,7 @@ class DeviceWatch:
         self._failed, self._unwatched, self._sampled = failed, unwatched, sampled
         self._clock = RunningClock(2 * EVERY_S, clock)  # this process may have been stopped
         self._state, self._read_s = DeviceState(), self._clock()
-        self._told, self._over = set[str](), threading.Event()
+        self._reported, self._over = set[str](), threading.Event()
         self.xids = deque[int](maxlen=XIDS)
         if device.type == "cuda" and torch.version.hip is not None:
             self._state = self._blind("NVML reads NVIDIA's devices only")
@@ -77,13 +77,13 @@ class DeviceWatch:
                 self.xids += found
                 self._state = read_state(handle, self.xids)
             except pynvml.NVMLError as error:
-                self._tell(f"NVML says: {error}")
+                self._report(f"NVML says: {error}")
                 found = []
             self._read_s = self._clock()
             for xid in XIDS_OF_BROKEN.intersection(found):
-                self._tell(f"its driver logged Xid {xid}")
+                self._report(f"its driver logged Xid {xid}")
             if count := self._state.ecc_errors:
-                self._tell(f"its memory has had {count:.0f} uncorrectable errors since its last reset")
+                self._report(f"its memory has had {count:.0f} uncorrectable errors since its last reset")
             if readings % SAMPLES_EVERY == 0:
                 self._sampled(self._state)
             readings += 1
@@ -91,12 +91,12 @@ class DeviceWatch:
 
     def _blind(self, why: str, known: DeviceState | None = None) -> DeviceState:
         """The state of a device that is not watched, any more."""
-        if why not in self._told:
-            self._told.add(why)
+        if why not in self._reported:
+            self._reported.add(why)
             self._unwatched(why)
         return (known or DeviceState())._replace(unwatched=why)
 
-    def _tell(self, what: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def _report(self, what: str) -> None:
+        if what not in self._reported:
+            self._reported.add(what)
             self._failed(self.address, what)

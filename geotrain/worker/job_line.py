@@ -28,13 +28,13 @@ class JobLine:
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
-        self._told_s: float | None = None
+        self._printed_s: float | None = None
 
     def of(self, numbers: Mapping[str, Any], now_s: float) -> str:
         """Make the line for a job, or "". numbers: those of `JobTrained`."""
-        if self._told_s is not None and now_s < self._told_s + self._every_s:
+        if self._printed_s is not None and now_s < self._printed_s + self._every_s:
             return ""
-        self._told_s = now_s
+        self._printed_s = now_s
         # A user's loop need not say all of them.
-        told = [form.format(numbers[key]) for key, form in _FORMS.items() if not math.isnan(numbers[key])]
-        return f"job {numbers['job']}, from sample {numbers['start']:,}: {', '.join(told)}"
+        shown = [form.format(numbers[key]) for key, form in _FORMS.items() if not math.isnan(numbers[key])]
+        return f"job {numbers['job']}, from sample {numbers['start']:,}: {', '.join(shown)}"

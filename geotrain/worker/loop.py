@@ -78,6 +78,7 @@ class RunMember:
     rank after every job, with what `geotrain.outer.metrics.JobTrained` has. trouble: called with what a person
     should know. write_event: writes an event of this rank, of the stages of its updates among others. watch_device:
     begins to watch the device of this rank, whose number it takes, and returns what gives its state at once.
+    device_failed: called with a rank, its device's name, and why that is not fit to compute.
     """
 
     run: RunConfig
@@ -90,6 +91,7 @@ class RunMember:
     trouble: Callable[[str], None] = lambda what: None
     write_event: Callable[[Event], None] = lambda event: None
     watch_device: Callable[[torch.device, int], Callable[[], DeviceState]] = lambda device, rank: DeviceState
+    device_failed: Callable[[int, str, str], None] = lambda rank, device, what: None
 
     @property
     def checkpoints(self) -> Path:
@@ -160,11 +162,11 @@ class WorkerLoop:
         lacks: why the worker begins without its saved state; "": it has it, or saves none. faults: sentences about
         what was passed over there. Both are reported, the first if the worker has trained before.
         """
-        # Names this incarnation of the worker: the time tells it from earlier ones, and all ranks must say the same.
+        # Names this incarnation of the worker, by the time as earlier ones had another; all ranks must say the same.
         incarnation = self.rank.from_rank_0(f"{self.name}-{time.time_ns():x}")
         self.watch.start()
         write = self.member.write_event
-        # By every rank: only the one whose part came last is told that the update is applied.
+        # By every rank: only the one whose part came last gets the acknowledgement that the update is applied.
         self.client.on_acknowledged = lambda *update: write(Acknowledged(self.name, incarnation, *update))
         if self.rank.is_metrics_rank:
             self.client.on_sent = lambda *update: write(UpdateStage(update_id(self.name, *update), "sent"))
@@ -304,7 +306,7 @@ class WorkerLoop:
             self.client.leave()
 
     def _wait_for(self, waiting: exchange.Waiting[None]) -> None:
-        """Run a part of the exchange. A delta that is not finite ends this worker, and is told to the server: the
+        """Run a part of the exchange. A delta that is not finite ends this worker, and is reported to the server: the
         data may be to blame, and would end one worker after another."""
         try:
             with self.watch.doing(EXCHANGE):

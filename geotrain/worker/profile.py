@@ -14,8 +14,8 @@ from geotrain.outer.events import Event, Profiled
 class StepProfiler:
     """Writes traces for Perfetto or chrome://tracing into a folder, one file a rank and request.
 
-    worker, rank: whose steps they are. write_event: told when a trace is written. trouble: told when it cannot be;
-    training goes on. `ask` may be called from any thread, `after_step` from the one that trains.
+    worker, rank: whose steps they are. write_event: called when a trace is written. trouble: called when it cannot
+    be; training goes on. `ask` may be called from any thread, `after_step` from the one that trains.
     """
 
     def __init__(

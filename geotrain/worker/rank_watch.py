@@ -1,8 +1,8 @@
 """Finds a rank that hangs, and one that computes far more slowly than its equals.
 
-In a step all ranks wait for one that does not come, or for the slowest, so that their own times tell nothing. So
+In a step all ranks wait for one that does not come, or for the slowest, so that their own times show nothing. So
 each rank says in the ranks' store what it does: a thread of its own writes that, whatever the rank's main thread
-waits for. Each rank reads what all say, and the lowest one that still speaks tells what is wrong.
+waits for. Each rank reads what all say, and the lowest one that still writes reports what is wrong.
 """
 
 import faulthandler
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from geotrain.common.device_state import DeviceState, numbers_of_worker
 from geotrain.common.running_clock import RunningClock
 
-EVERY_S, IN_A_ROW = 12.0, 3  # between two products; a slow rank is told within a minute
+EVERY_S, IN_A_ROW = 12.0, 3  # between two products; a slow rank is reported within a minute
 FACTOR = 2.0  # times the others' median
 JOB_FACTOR, JOB_PRODUCTS = 1.25, 3  # of the fastest of a job's products, where there were so many: in three jobs
 LOOKS = (FACTOR, "turn", "product_s"), (JOB_FACTOR, "jobs", "job_s")  # what of a rank's state counts, and is compared
@@ -92,7 +92,7 @@ class RankWatch:
             store = store.clone()  # type: ignore[attr-defined]  # a connection of its own: others wait in theirs
         self._store = store or dist.HashStore()
         self._device, self._trouble, self._lost, self._rank, self.hang_s = device, trouble, lost, rank, hang_s
-        # This process may have been stopped: it took no step meanwhile, and heard nobody.
+        # This process may have been stopped: it took no step meanwhile, and received nothing.
         self._clock = RunningClock(2 * BEAT_S, clock)
         self._measure, self._state = measure or product_s, state
         self._keys = [f"geotrain.rank.{each}" for each in range(ranks)]
@@ -104,8 +104,9 @@ class RankWatch:
         # By kind of work: seconds, of a step for each of its samples.
         self._lasted_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=STEPS))
         self._all = {each: RankState() for each in range(ranks)}  # what each said last
-        self._read_s, self._heard_s = now_s, dict.fromkeys(self._all, now_s)  # by rank: when what it said last came
-        self._told = set[int]()  # ranks that hang or are waited for, until they go on
+        self._read_s, self._received_s = now_s, dict.fromkeys(self._all, now_s)  # by rank: when its last state came
+        self._reported = set[int]()  # ranks that hang or are waited for, until they go on
+        self.found = dict[str, float]()  # by others, for a job's report
         self._in_job = list[float]()  # seconds of this job's products
         # By what is compared, and rank: times in a row; the last one compared.
         self._slow, self._seen = Counter[tuple[str, int]](), dict[tuple[str, int], int]()
@@ -115,7 +116,7 @@ class RankWatch:
         """Begin to speak and to judge, each in a thread of its own: a store whose process hangs answers nobody. All
         ranks come to it together."""
         self._read_s = now_s = self._clock()
-        self._heard_s = dict.fromkeys(self._all, now_s)
+        self._received_s = dict.fromkeys(self._all, now_s)
         for work in (self.speak, self.judge):
             threading.Thread(target=self._repeat, args=(work,), name=f"ranks-{work.__name__}", daemon=True).start()
 
@@ -170,7 +171,7 @@ class RankWatch:
 
     def numbers(self) -> dict[str, float]:
         """What is known of the devices of all ranks, for a job's report."""
-        return numbers_of_worker(state.device for state in self._all.values())
+        return numbers_of_worker(state.device for state in self._all.values()) | self.found
 
     def _repeat(self, work: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the store is gone with its rank, as all collectives will say
@@ -199,54 +200,54 @@ class RankWatch:
                 state = RankState(*json.loads(self._store.get(key)))
                 state = state._replace(device=DeviceState(*state.device))
                 if state.beats != self._all[rank].beats:
-                    self._heard_s[rank] = self._clock()
+                    self._received_s[rank] = self._clock()
                 self._all[rank] = state
         self._read_s = self._clock()
 
     def judge(self) -> None:
-        """Tell of ranks that hang, that are waited for, or that are slow, if this rank is the one to tell."""
+        """Report ranks that hang, that are waited for, or that are slow, if it is this rank that reports."""
         now_s, silent_s = self._clock(), SILENT * self.hang_s
         if self._over.is_set():
             return
         if now_s - self._read_s > silent_s + self._rank * BEAT_S:  # one after another: the first ends all
-            self._tell({0: f"{self._words(0)}; it keeps the ranks' store, which does not answer"}, lost=True)
+            self._report({0: f"{self._words(0)}; it keeps the ranks' store, which does not answer"}, lost=True)
             return
         present = {rank: state for rank, state in self._all.items() if not state.left}
-        silent = {rank for rank in present if now_s - self._heard_s[rank] > silent_s}
+        silent = {rank for rank in present if now_s - self._received_s[rank] > silent_s}
         if self._rank != min(present.keys() - silent, default=-1):
             return
         if silent:
-            self._tell({rank: f"{self._words(rank)}; its process does not answer" for rank in silent}, lost=True)
+            self._report({rank: f"{self._words(rank)}; its process does not answer" for rank in silent}, lost=True)
             return
         self._compare(present)
         if not any(state.stuck for state in present.values()):
-            self._told.clear()
+            self._reported.clear()
             return
         elsewhere = {rank for rank, state in present.items() if state.in_step_s < 0}
         if elsewhere:  # what they wait for has a deadline of its own
-            self._tell({rank: f"{self._words(rank)}: the other ranks wait for it" for rank in elsewhere})
+            self._report({rank: f"{self._words(rank)}: the other ranks wait for it" for rank in elsewhere})
         else:
-            self._tell({rank: self._words(rank) for rank in _least_far(present)}, lost=True)
+            self._report({rank: self._words(rank) for rank in _least_far(present)}, lost=True)
 
     def _words(self, rank: int) -> str:
         state = self._all[rank]
         if not state.beats:
-            return f"rank {rank}, of which nothing was heard"
+            return f"rank {rank}, from which nothing was received"
         work = f" in its {state.work}" if state.work != STEP and state.in_step_s >= 0 else ""
-        told = f"rank {rank} ({state.process}){work} after {state.steps} steps, last seen in {state.at}"
-        return told + state.device.said("its device")
+        text = f"rank {rank} ({state.process}){work} after {state.steps} steps, last seen in {state.at}"
+        return text + state.device.said("its device")
 
-    def _tell(self, words: dict[int, str], lost: bool = False) -> None:
-        """Tell of ranks, once. lost: they hang, and the worker with them."""
-        if words.keys() <= self._told:
+    def _report(self, words: dict[int, str], lost: bool = False) -> None:
+        """Report ranks, once. lost: they hang, and the worker with them."""
+        if words.keys() <= self._reported:
             return
-        told = "; ".join(words[rank] for rank in sorted(words))
+        text = "; ".join(words[rank] for rank in sorted(words))
         if lost:
             waiting = next((state.at for rank, state in sorted(self._all.items()) if rank not in words), "")
-            told = f"hangs: {told}" + (f"; others wait in {waiting}" if waiting else "")
-            told += f" (monitor.hang_s = {self.hang_s:g}: raise it if steps may take so long)"
-        self._told |= words.keys()
-        self._trouble(told)
+            text = f"hangs: {text}" + (f"; others wait in {waiting}" if waiting else "")
+            text += f" (monitor.hang_s = {self.hang_s:g}: raise it if steps may take so long)"
+        self._reported |= words.keys()
+        self._trouble(text)
         if lost and self._lost is not None:
             self._lost()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from geotrain.checkpoint.folders import CheckpointError
 from geotrain.checkpoint.saving import Checkpoints
 from geotrain.data.loader import LeasedLoader
 from geotrain.inner.engine.engine import GeoEngine
+from geotrain.inner.engine.step import StepReader
 from geotrain.kernels.spans import span
 from geotrain.outer.messages import Lease
 from geotrain.worker.loop import RunMember, WorkerLoop
@@ -24,7 +25,7 @@ class Trainer:
 
     loader: this rank's batches. validation: this rank's micro-batches of the validation set, empty where there is
     none. min_step_s: seconds that an inner step takes at least, for rehearsals. peak_flops_per_token_s: see
-    `WorkerLoop`.
+    `WorkerLoop`. verify: called before each step, with its batch.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Trainer:
     ) -> None:
         self.member, self.engine, self.loader = member, engine, loader
         self.validation, self.min_step_s = validation, min_step_s
+        self.verify: Callable[[StepReader], None] = lambda batch: None
         self.checkpoints = Checkpoints(
             engine, member.checkpoints, member.run.checkpoint.keep, no_room=self.go_on_without
         )
@@ -70,6 +72,7 @@ class Trainer:
             ends_s = time.perf_counter() + self.min_step_s
             samples = self.loop.step_samples
             self.engine.set_train_batch_size(samples)
+            self.verify(batch)
             self.loop.watch.begin_step(samples)
             self.loop.laps.lap("waiting")  # for the loader, at the first step also for the lease
             with span("step"):

@@ -41,7 +41,7 @@ _SECRET = re.compile(r"(^|_)(KEY|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE)(_|$)")
 class WorkerPlace:
     """The place where a worker runs.
 
-    folder: the run's, absolute. master_port: where its ranks meet. devices: the numbers of the CUDA devices that a
+    folder: the run's, absolute. master_port: of its ranks' rendezvous. devices: numbers of the CUDA devices that a
     `local` worker's ranks use on this machine; empty: they use the CPU. threads: CPU threads of each of these ranks.
     resume: whether to load the newest checkpoint. master: the address of rank 0; None: the first host, or this
     machine for a `local` worker. interface: the network interface between the hosts of a `local` worker. formed: the

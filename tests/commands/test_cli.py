@@ -97,7 +97,7 @@ def test_json_is_all_that_stands_on_standard_output(
     wanted: dict[tuple[str | Path, ...], tuple[int, set[str]]] = {
         prepared: (0, {"train", "validation"}),
         ("adopt", tmp_path / "other"): (0, {"tokens", "documents", "vocab_size"}),
-        ("dry-run", *files): (2, {"workers", "servers", "accepted", "told"}),
+        ("dry-run", *files): (2, {"workers", "servers", "accepted", "lines"}),
         planned: (0, {"run", "cluster", "tokens_per_s", "workers", "notes"}),
         certified: (0, {"files"}),
         ("configs", tmp_path / "c"): (0, {"folder"}),
@@ -238,6 +238,10 @@ def test_a_run_that_left_nothing(tmp_path: Path, geotrain: Run, refused: Callabl
     assert "'mars'" in refused("expel", tmp_path, "mars")
     assert "holds no snapshot that is whole" in refused("export", tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_options_of_serving_alone_are_no_server_s(refused: Callable[..., str]) -> None:
+    assert "write --steps behind 'global'" in refused("serve", "--steps", "4", "global", "--run", "run.json")
 
 
 def test_serve_names_unknown_regions(tmp_path: Path, refused: Callable[..., str]) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from geotrain.commands import dry_run
 from geotrain.commands.plan import default_run
-from geotrain.commands.simulate import simulate
 from geotrain.config import (
     ClusterConfig,
     ConfigError,
@@ -27,7 +26,6 @@ from geotrain.launch.site_processes import LaunchRequest
 from geotrain.parallelism.checks import accumulates_in_fp32
 from geotrain.parameters.parameter_map import active_parameter_count, parameter_count, parameter_map_of
 from geotrain.plan.model.memory import rank_memory
-from geotrain.plan.predict import predict
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUNS = sorted((CONFIGS / "runs").glob("*.json"))
@@ -83,74 +81,6 @@ def test_every_shipped_run_sums_gradients_in_fp32() -> None:
         least = 4 * parameter_count(architecture) / (run.parallel.tensor * run.parallel.pipeline)
         for acco in (None, {"form": "delayed"}):
             assert rank_memory(changed(run, acco=acco), architecture, worker)["gradients"] >= least
-
-
-H100 = {"memory_gb": 80.0, "tflops": 989.0, "efficiency": 0.4, "host_gbps": 3600.0}
-
-
-def on_h100(cluster: ClusterConfig) -> ClusterConfig:
-    """The same cluster of known accelerators, whose hosts have 400 Gbit/s between them."""
-    raw = cluster.model_dump(by_alias=True, mode="json")
-    raw["devices"] = {"h100": H100}
-    for region in raw["regions"]:
-        raw["links"].append({"regions": [region["name"]] * 2, "gbps": 400.0, "rtt_ms": 0.02})
-        for worker in region["workers"]:
-            for host in worker["hosts"]:
-                host["device"] = "h100"
-    return parse(ClusterConfig, raw, "h100")
-
-
-OF_PLANNER = pytest.mark.long("geotrain/plan", "geotrain/parallelism", "geotrain/simulate", "configs/runs")
-TENSORS = [{"tensor": tensor} for tensor in (1, 2, 4, 8)]
-CONTEXTS = [{"tensor": tensor, "context": context} for tensor in (1, 2) for context in (2, 4, 8 // tensor)]
-EXPERTS = [
-    {"tensor": tensor, "expert": expert, "pipeline": pipeline}
-    for tensor, expert in ((1, 8), (1, 4), (2, 4))  # inside a host
-    for pipeline in (1, 2)
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "layouts", "slack", "jobs"),
-    [
-        ("8b", TENSORS, 1.0, 400),
-        ("70b", TENSORS, 1.0, 400),
-        # fewer context ranks are as fast, and leave no memory
-        pytest.param("long-8b", CONTEXTS, 1.01, 400, marks=OF_PLANNER),
-        # beside its steps, the first weights take longest
-        pytest.param("moe-30b-a3b", EXPERTS, 1.0, 1200, marks=OF_PLANNER),
-    ],
-)
-def test_the_layout_of_a_large_run_is_the_fastest_that_fits(
-    name: str,
-    layouts: list[dict[str, int]],
-    slack: float,
-    jobs: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of these, and all recomputations, on the file's pipeline if no other is given; a tenth of the memory is left to
-    fragmentation and the frameworks. With it, `geotrain simulate` keeps the workers busy."""
-    run, cluster = pair(name, "four-regions-ssh")
-    h100 = on_h100(cluster)
-    one_region = h100.model_copy(update={"regions": h100.regions[:1]})
-    own, seconds = (run.parallel, run.model.recompute), {}
-    for layout in layouts:
-        for recompute in ("none", "selective", "full") if layouts is TENSORS else ("none", "full"):
-            parallel = {"pipeline": run.parallel.pipeline, "sequence": layout["tensor"] > 1, **layout}
-            tried = changed(run, parallel=parallel, model__recompute=recompute)
-            worker = predict(tried, one_region).workers["us-east-w0"]
-            if worker.memory_bytes < 0.9 * 80e9:
-                seconds[tried.parallel, recompute] = worker.step_s
-    assert seconds[own] <= slack * min(seconds.values()), seconds
-    monkeypatch.setattr("geotrain.simulate.forecast.MAX_UPDATES", jobs)
-    devices = tmp_path / "h100.json"
-    devices.write_text(h100.model_dump_json(by_alias=True, exclude_defaults=True))
-    # Of steps and links alone: what servers take, `geotrain dry-run` tells.
-    report = simulate(CONFIGS / f"runs/{name}.json", devices, server_rates=None)
-    assert report["utilization"] > 0.9
-    for worker in report["workers"].values():
-        assert worker["step_s"] == pytest.approx(seconds[own]), "as predicted"
 
 
 def test_models_have_their_published_sizes() -> None:
@@ -217,6 +147,18 @@ def test_bytes_of_an_exchange() -> None:
     assert found.links[0].steps_between == run.outer.local_steps * (run.outer.rule.updates_per_send or 0)
     large = dry_run.needs(*pair("70b", "four-regions-ssh"))
     assert large.links[0].up_bytes < 0.6 * large.parameters  # 4 bits and scales
+
+
+def test_verifications_take_the_share_that_is_stated() -> None:
+    run, cluster = pair("70b", "four-regions-ssh")
+    first = dry_run.needs(run, cluster).workers[0]
+    replicas = first.ranks // run.parallel.replica_ranks
+    micro_batches = (first.verified_jobs or 0) * run.outer.local_steps * run.samples_per_step / replicas
+    # Two of one micro-batch alone, which each of four stages waits for.
+    assert 2 * 4 / micro_batches == pytest.approx(run.monitor.verified_share)
+    assert first.saved_bytes == 8 * first.host_memory["checkpoint"]
+    off = run.model_copy(update={"monitor": run.monitor.model_copy(update={"verified_share": 0.0})})
+    assert dry_run.needs(off, cluster).workers[0].verified_jobs is None
 
 
 def test_shards_that_leave_something_out_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

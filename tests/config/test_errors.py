@@ -215,6 +215,9 @@ def test_run_and_cluster_file_that_are_given_in_each_others_place() -> None:
         (("data.skip=[[0, 7680]]",), "skip: [0, 7680] is no range of samples"),
         (("data.skip=[[-1, 4]]",), "data.skip.0.0 = -1: Input should be greater than or equal to 0"),
         (("data.skip=[[0, 3]]", 'outer.rule={"name": "sync"}'), "data.skip: a synchronous rule needs each worker's"),
+        (('data.train=[{"prefix": "a"}, {"prefix": "a"}]',), "twice; name it once, with a larger weight"),
+        (("parallel.pipeline=2", "parallel.stage_layers=[4]"), "stage_layers lists 1 stages, pipeline = 2"),
+        (("monitor.validate_every_samples=1000",), "is below 4 times data.validation_samples = "),
     ],
 )
 def test_a_setting_of_the_command_line_that_makes_no_run(settings: tuple[str, ...], words: str) -> None:

@@ -30,18 +30,26 @@ def path_of(file: str) -> Path:
 
 
 def read(file: str) -> dict[str, Any]:
-    """seconds: of each test; lines: context → file → the source's hash and the lines' bits."""
+    """seconds: of each test by itself; shared: of the wide fixtures that it uses; lines: context → file → the hash of
+    the source and the lines' bits."""
     path = path_of(file)
-    return json.loads(gzip.decompress(path.read_bytes())) if path.exists() else {"seconds": {}, "lines": {}}
+    kept = json.loads(gzip.decompress(path.read_bytes())) if path.exists() else {}
+    return {"seconds": {}, "shared": {}, "lines": {}} | kept
 
 
-def keep(file: str, lines: dict[str, Lines], seconds: dict[str, float], failed: Collection[str] = ()) -> None:
+def keep(
+    file: str,
+    lines: dict[str, Lines],
+    seconds: dict[str, float],
+    shared: dict[str, float] | None = None,
+    failed: Collection[str] = (),
+) -> None:
     """Write down what tests of a file executed, and of which source, in place of what these tests did before. One
     that failed may have ended before lines that it executes: what it did before stays."""
     kept = read(file)
     before = {test: kept["lines"][test] for test in failed if test in kept["lines"]}
     if kept["seconds"].keys() <= seconds.keys():
-        kept = {"seconds": {}, "lines": {}}  # all its tests were played: others are there no more
+        kept = {"seconds": {}, "shared": {}, "lines": {}}  # all its tests were played: others are there no more
     for context, of in lines.items():
         old = kept["lines"].setdefault(context, {}) if context == file else {}
         for name, bits in of.items():
@@ -52,7 +60,8 @@ def keep(file: str, lines: dict[str, Lines], seconds: dict[str, float], failed: 
                 old[name] = [source, bits.hex()]
         kept["lines"][context] = old
     kept["lines"] |= before
-    kept["seconds"] |= {test: round(s, 3) for test, s in seconds.items()}
+    for what, took_s in (("seconds", seconds), ("shared", shared or {})):
+        kept[what] |= {test: round(s, 3) for test, s in took_s.items()}
     path = path_of(file)
     path.with_suffix(".new").write_bytes(gzip.compress(json.dumps(kept).encode()))
     path.with_suffix(".new").rename(path)
@@ -91,15 +100,18 @@ def places(source: str, file: str) -> dict[int, set[int]]:
 
 
 class Contexts:
-    """All that is kept. executed: file → line of today's source → contexts; size: lines each executed."""
+    """All that is kept. executed: file → line of today's source → contexts; size: lines each executed; shared: what
+    the wide fixtures that a test uses take."""
 
     def __init__(self, folder: Path = KEPT) -> None:
         self.seconds: dict[str, float] = {}
+        self.shared: dict[str, float] = {}
         self.executed: dict[str, list[tuple[str, str, bytes]]] = defaultdict(list)
         self.size: dict[str, int] = defaultdict(int)
         for path in sorted(folder.glob("*.json.gz")):
             kept = json.loads(gzip.decompress(path.read_bytes()))
             self.seconds |= kept["seconds"]
+            self.shared |= kept.get("shared", {})
             for context, of in kept["lines"].items():
                 for name, (source, bits) in of.items():
                     self.executed[name].append((context, source, bytes.fromhex(bits)))
@@ -122,8 +134,9 @@ class Contexts:
 
     def testing(self, file: str, lines: Iterable[int]) -> set[str]:
         """The tests that execute any of these lines, and files where what their tests share does; where a constant or
-        a default is among the lines, what uses it. Where none is known to, since not all processes are recorded, the
-        files of those that execute the functions around them, the module, or what names it; or of the same name."""
+        a default is among the lines, what uses it. Where none does, the files that do when they are imported. Where
+        none is known to, since not all processes are recorded, the files of those that execute the functions around
+        them, the module, or what names it; or of the same name."""
         lines = set(lines)
         own = functions(file)
         inside = {line for span in own for line in span}
@@ -132,6 +145,7 @@ class Contexts:
             found |= self._using(used)
         around = {line for span in own if lines & set(span) for line in span}
         named = partial(self._using, rf"\b{Path(file).stem}\b")
+        found = {test for test in found if not test.endswith("::")} or set(map(file_of, found))
         found = found or set(map(file_of, self._executing(file, around) or self._executing(file, inside) or named()))
         own_name = Path(file).name if Path(file).name.startswith("test_") else f"test_{Path(file).stem}.py"
         return found or {p.relative_to(ROOT).as_posix() for p in (ROOT / "tests").rglob(own_name)}
@@ -144,15 +158,16 @@ class Contexts:
         return {test for user in product() for test in self._executing(user, places_of(used, user))}
 
     def usual_s(self, test: str) -> float:
-        """What a test takes, about; a file: the longest of its tests."""
-        own = [self.seconds[test]] if test in self.seconds else [self.seconds[t] for t in self.by_file.get(test, ())]
-        return max(own, default=UNKNOWN_S)
+        """What a test takes by itself, about; a file: the longest of its tests, with what they share."""
+        if test in self.seconds:
+            return self.seconds[test]
+        return max((self.seconds[t] + self.shared.get(t, 0.0) for t in self.by_file.get(test, ())), default=UNKNOWN_S)
 
     def within(self, tests: Iterable[str], seconds: float, files: Iterable[str]) -> tuple[list[str], int]:
         """Of these tests, which together take at most so long: first the quick ones, of files beside the product's
         before others, then of those that execute least, since they look closest; then the slow ones, the fastest
-        first. Of a file that is named itself all are meant, and the first makes what they share. Returns how many
-        are left out, too."""
+        first. Of a file that is named itself all are meant. The first of a file makes what it shares with others.
+        Returns how many are left out, too."""
         by_file: dict[str, set[str]] = defaultdict(set)
         for test in tests:
             by_file[file_of(test)].add(test)
@@ -161,15 +176,19 @@ class Contexts:
         def order(own: str) -> tuple[bool, int]:
             return not own.startswith(beside), min(self.size[test] for test in by_file[own])
 
-        first_s, all_of, chosen = dict[str, float](), list[str](), list[str]()
+        def whole_s(test: str) -> float:
+            return self.usual_s(test) + self.shared.get(test, 0.0)
+
+        all_of, chosen, made_s = list[str](), list[str](), dict[str, float]()
         for own in sorted(by_file, key=order):
             known = self.by_file.get(own, []) if own in by_file[own] else []
-            first_s[own] = COLLECTED_S + (self.usual_s(own) if known else 0.0)
-            all_of += sorted(known or by_file[own], key=self.usual_s)
-        left, quick = seconds, [test for test in all_of if self.usual_s(test) < QUICK_S]
-        for test in (*quick, *sorted(set(all_of) - set(quick), key=self.usual_s)):
-            if (cost_s := first_s[file_of(test)] + self.usual_s(test)) <= left:
-                left, first_s[file_of(test)] = left - cost_s, 0.0
+            all_of += sorted(known or by_file[own], key=whole_s)
+        left, quick = seconds, [test for test in all_of if whole_s(test) < QUICK_S]
+        for test in (*quick, *sorted(set(all_of) - set(quick), key=whole_s)):
+            own, shared_s = file_of(test), self.shared.get(test, 0.0)
+            first_s = 0.0 if own in made_s else COLLECTED_S
+            if (cost_s := first_s + self.usual_s(test) + max(0.0, shared_s - made_s.get(own, 0.0))) <= left:
+                left, made_s[own] = left - cost_s, max(shared_s, made_s.get(own, 0.0))
                 chosen.append(test)
         return chosen, len(all_of) - len(chosen)
 

@@ -10,8 +10,9 @@ import os
 import shutil
 import sqlite3
 import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ class Carried:
 
 
 class Recorder:
-    """A context is a test's name, or a file's: of what it executes when it is imported, and of its wide fixtures."""
+    """A context is a test's name, or a file's: of its wide fixtures; with `::` at its end, of what its import
+    executes."""
 
     def __init__(self) -> None:
         KEPT.mkdir(parents=True, exist_ok=True)
@@ -66,6 +68,8 @@ class Recorder:
         self.settings = self.folder / "settings"
         self.settings.write_text(SETTINGS.replace("{folder}", str(self.folder)))
         self.seconds: dict[str, float] = defaultdict(float)
+        self.fixtures_s: dict[tuple[str, str], float] = {}  # by file and name; of wide ones
+        self.uses: dict[str, Collection[str]] = {}  # by test
         self.failed: set[str] = set()
         self.context = os.environ[CONTEXT] = ""
         self.coverage = Coverage(config_file=str(self.settings))
@@ -81,24 +85,28 @@ class Recorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(self, collector: pytest.Collector) -> Generator[None, Any, Any]:
         if isinstance(collector, pytest.Module):
-            self.begin(collector.nodeid)
+            self.begin(f"{collector.nodeid}::")
         return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         self.begin(item.nodeid)
+        self.uses[item.nodeid] = getattr(item, "fixturenames", ())
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, Any, Any]:
         if fixturedef.scope == "function":
             return (yield)
-        context = self.context
-        self.begin(context.partition("::")[0])
+        context, began_s = self.context, time.monotonic()
+        self.begin(file := context.partition("::")[0])
         try:
             return (yield)
         finally:
             self.begin(context)
+            self.fixtures_s[file, fixturedef.argname] = took_s = time.monotonic() - began_s
+            if context != file:
+                self.seconds[context] -= took_s
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += report.duration
@@ -115,7 +123,8 @@ class Recorder:
         for file in {test.partition("::")[0] for test in self.seconds}:
             own = {context: of for context, of in lines.items() if context.partition("::")[0] == file}
             seconds = {test: s for test, s in self.seconds.items() if test.partition("::")[0] == file}
-            keep(file, own, seconds, self.failed)
+            shared = {test: sum(self.fixtures_s.get((file, n), 0.0) for n in self.uses[test]) for test in seconds}
+            keep(file, own, seconds, shared, self.failed)
         shutil.rmtree(self.folder)
 
 

@@ -45,7 +45,9 @@ def gradients() -> dict[str, Any]:
 def compare(case: Case, ranks: list[list[Step]], gradients: dict[str, Any], check_now: Callable[..., bool]) -> None:
     ref = reference(case, gradients[case.model])
     speakers = ranks[: case.parallel.tensor * case.replicas : case.parallel.tensor]  # one of each replica
-    # A value that lies on the other side of a code's border in single precision moves one element by one code.
+    # A value that lies on the other side of a code's border in single precision moves one element by one code. With
+    # AdamW that moves an element that had no gradient yet, as embeddings have, by lr / 2. So as many elements as
+    # there were steps are left out.
     counts, per_step = [], (20 if case.bits else 1) * PER_STEP
     for step, steps in enumerate(zip(*ranks, strict=True)):
         parts = [of_replica[step].parts for of_replica in speakers]
@@ -57,7 +59,8 @@ def compare(case: Case, ranks: list[list[Step]], gradients: dict[str, Any], chec
             assert ours.grad_norm == pytest.approx(norm, rel=20 * per_step), (case, step)
             assert ours.tokens == count * SEQUENCE
         if steps[0].masters is not None:
-            assert distance(masters(case, list(steps)), ref.x) < per_step * (step + 1), (case, step)
+            spared = step if case.bits else 0
+            assert distance(masters(case, list(steps)), ref.x, spared) < per_step * (step + 1), (case, step)
         now = canonical(case, [ours.now for ours in steps])
         assert check_now(now, ref.now, committed), (case, step)
         ref.now = now  # each step is judged by itself

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -216,53 +215,6 @@ def set_the_clock_back(folder: str) -> list[Any]:
 def test_the_newest_is_the_one_saved_last_whatever_the_clock_says(tmp_path: Path) -> None:
     (seen,) = run_world(1, set_the_clock_back, str(tmp_path))
     assert seen == [({"hour": hour}, min(hour + 1, 2)) for hour in range(5)]
-
-
-def without_a_shared_file_system(folder: str) -> dict[str, Any]:
-    """Two ranks whose folders are different ones, as on two hosts; the embedding is tied between them."""
-    from geotrain.checkpoint.folders import CheckpointError
-
-    seen: dict[str, Any] = {}
-    engine = engine_for((1, 2, 0))
-    mine = Path(folder) / f"host-{engine.rank}" / "deep" / "down"
-    for number in (1, 2, 3):
-        train(engine, range(number))
-        save(engine, mine, f"job-{number}", {"job": number}, keep=2, with_masters=True)
-    seen["files"] = sorted(str(path.relative_to(mine)) for path in mine.rglob("*") if path.is_file())
-    expected = train(engine, THEN)
-    stop(engine)
-    engine = engine_for((1, 2, 0))
-    seen["loaded"] = load(engine, mine)
-    seen["same"] = train(engine, THEN) == expected
-    if engine.rank == 1:
-        shutil.rmtree(mine / "job-3")  # this host died before it could give its folder the name
-    seen["on both"] = load(engine, mine)
-    try:
-        load(engine, Path(folder) / f"host-{1 - engine.rank}" / "deep" / "down", "job-2")
-    except CheckpointError as error:
-        seen["hosts in another order"] = str(error)
-    stop(engine)
-    engine = engine_for((1, 1, 0))
-    try:
-        load(engine, mine)
-    except CheckpointError as error:
-        seen["another layout"] = str(error)
-    stop(engine)
-    return seen
-
-
-@pytest.mark.slow
-def test_hosts_need_not_share_a_file_system(tmp_path: Path) -> None:
-    for rank, seen in enumerate(run_world(2, without_a_shared_file_system, str(tmp_path))):
-        names = ("manifest.json", f"rank-{rank:05d}.safetensors")
-        assert seen["files"] == [f"job-{number}/{name}" for number in (2, 3) for name in names]
-        assert seen["loaded"] == {"job": 3} and seen["same"]
-        assert seen["on both"] == {"job": 2}
-        assert "start the worker on the same hosts in the same order" in seen["hosts in another order"]
-        assert (
-            "in another layout, and each rank reads its own file only: resume with the layout"
-            in seen["another layout"]
-        )
 
 
 @st.composite

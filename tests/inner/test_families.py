@@ -102,7 +102,7 @@ SPARSE = (
         "rms_norm_eps": 1e-2,
     },  # as Moonlight
 )
-STEPS = range(10)
+STEPS = range(6)
 
 
 def with_biases(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

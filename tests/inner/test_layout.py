@@ -78,6 +78,10 @@ REFUSED = [
     case("2 data-parallel ranks (data × context)", model=MIXTRAL, context=2, expert=4, ranks=2),
     case("reduce_scatter … leave it out", model=MIXTRAL, expert=2, ranks=2,
          deepspeed=block(zero_optimization={"stage": 1, "reduce_scatter": False})),
+    case("parallel.sites = 2 needs equal runs of the worker's 2 data-parallel ranks", sites=2, ranks=2),
+    case("parallel.sites = 2 … 4 data-parallel ranks", model=MIXTRAL, sites=2, expert=4, ranks=4),
+    case("parallel.sites = 2 … deepspeed.zero_optimization.stage = 1", sites=2, ranks=4,
+         deepspeed=deepspeed_block(0)),
     case("moe_intermediate_size = 25", 2, 1, True, model={**QWEN_MOE, "moe_intermediate_size": 25}),
     case("model config: intermediate_size = 49", 2, 1, True, model={**DEEPSEEK, "intermediate_size": 49}),
     case("parallel.expert = 2 … layers 0 to 0 of 2 … parallel.pipeline = 2 … leave out deepspeed", 1, 2, expert=2,
@@ -94,9 +98,11 @@ def test_what_does_not_run_is_told_clearly(
     assert all(words in str(error.value) for words in says) and "\n" not in str(error.value)
 
 
-def test_acco_is_refused_with_biased_routers() -> None:
+def test_acco_is_refused_with_biased_routers_and_sites() -> None:
     for model in (LLAMA, MIXTRAL):
         check_acco(AccoConfig(), architecture(model), ParallelConfig(), block(), 4)
+    with pytest.raises(ConfigError, match=r"acco does not go with parallel\.sites = 2"):
+        check_acco(AccoConfig(), architecture(LLAMA), ParallelConfig(sites=2), block(), 4)
     with pytest.raises(ConfigError, match="acco does not go with the routers of a deepseek_v3"):
         check_acco(AccoConfig(), architecture(DEEPSEEK), ParallelConfig(), block(), 4)
 
@@ -123,7 +129,6 @@ def test_acco_is_refused_with_biased_routers() -> None:
         (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads = 2 is not supported; only 4"),
         (DEEPSEEK, {"head_dim": 8}, "head_dim = 8 is not supported; only 4"),
         (DEEPSEEK, {"rope_interleave": False}, "rope_interleave = False is not supported; only True"),
-        (DEEPSEEK, {"num_nextn_predict_layers": 1}, "multi-token prediction is not built; state 0"),
         (DEEPSEEK, {"rope_scaling": {"type": "yarn", "factor": 4.0}},
          "mscale = None and mscale_all_dim = None are not"),
         (DEEPSEEK, {"router_bias_update_rate": -1}, "router_bias_update_rate = -1 must be a number"),

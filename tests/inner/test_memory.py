@@ -54,6 +54,7 @@ TWO: list[Case] = [
     ({**GEMMA2, **WIDE, "sliding_window": 64}, ParallelConfig(tensor=2, sequence=True), 1),
     ({**GPT_OSS, **WIDE, "sliding_window": 64, "intermediate_size": 256}, ParallelConfig(expert=2), 1),
     ({**QWEN3_NEXT, **WIDE, **NETS}, ParallelConfig(expert=2), 1),
+    ({**QWEN3_NEXT, **WIDE, **NETS}, ParallelConfig(tensor=2, sequence=True), 1),
     ({**GRANITE_4, **WIDE, **STATES, "intermediate_size": 320}, ParallelConfig(expert=2), 1),
     (
         {**NEMOTRON_H, **WIDE, "mamba_head_dim": 48, "num_hidden_layers": 4},

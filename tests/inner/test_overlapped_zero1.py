@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,32 +9,13 @@ import torch
 
 from geotrain.config import ParallelConfig
 from geotrain.parameters.parameter_map import parameter_count
-from tests.support.collectives import replaced, watched
+from tests.support.collectives import delayed, watched
 from tests.support.inner_worlds import LLAMA, MUON, deepspeed_block, micro_batches, run_world, start, stop, train
 
 MODEL = {**LLAMA, "hidden_size": 64, "intermediate_size": 160}
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 BLOCKS = {"adamw": BF16, "muon": {**BF16, **MUON}}
 MICRO_BATCHES = 4
-
-
-class Later:
-    """A collective that happens when it is waited for: what is used earlier is old."""
-
-    def __init__(self, collective: Callable[[], Any]) -> None:
-        self.wait = collective
-
-
-def delayed() -> Any:
-    def later(real: Any) -> Any:
-        def collective(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-            if not async_op:
-                return real(*args, **kwargs)
-            return Later(lambda: real(*args, **kwargs))
-
-        return collective
-
-    return replaced(dict.fromkeys(("all_to_all_single", "all_gather_into_tensor"), later))
 
 
 def on_a_rank() -> dict[str, Any]:

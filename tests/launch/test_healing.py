@@ -4,124 +4,40 @@ sshd, whose hosts are this machine by several names."""
 from __future__ import annotations
 
 import json
-import math
-import os
+import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from geotrain.launch.check import free_ports
-from geotrain.launch.guard import JOB
-from tests.support.process_trees import commands, marked, new_mark, until
-from tests.support.small_runs import BATCH, losses, prepare_text, status, write_files
-from tests.support.sshd import sshd
-
-BUSY_S = 300.0
-HOSTS = ("127.0.0.1", "127.0.0.2")
-
-
-class Launched:
-    """A launch of a run whose worker stands on these hosts, two ranks on each."""
-
-    def __init__(
-        self, folder: Path, samples: int, outer: dict[str, Any], hosts: tuple[str, ...], **keys: Any
-    ) -> None:
-        self.folder = folder
-        master, server = free_ports(2)
-        worker = {
-            "launcher": "ssh",
-            "master_port": master,
-            "hosts": [{"host": host, "slots": 2} for host in hosts],
-            "env": {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            "min_step_s": 0.2,
-            "deepspeed": {"train_micro_batch_size_per_gpu": 1},
-        }
-        self.files = write_files(folder, "run", samples, {"eu": [2]}, outer, first=worker, **keys)
-        cluster = json.loads(self.files[1].read_text())
-        cluster["regions"][0]["server"] = {"host": "127.0.0.9", "port": server}
-        cluster["restart"] = {"first_s": 0.05, "host_back_s": 1.0}
-        self.files[1].write_text(json.dumps(cluster))
-
-    @contextmanager
-    def running(self) -> Iterator[subprocess.Popen[str]]:
-        with (self.folder / "said").open("w") as said:
-            command = [sys.executable, "-m", "geotrain", "launch", *map(str, self.files)]
-            with subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, text=True) as self.launcher:
-                try:
-                    yield self.launcher
-                finally:
-                    self.launcher.terminate()
-
-    def happens(self, what: Callable[[], bool]) -> None:
-        assert until(lambda: what() or self.launcher.poll() is not None, BUSY_S), self.said
-        assert self.launcher.poll() is None, self.said
-
-    def trains_on(self) -> None:
-        before = self.jobs()
-        self.happens(lambda: self.jobs() > before + 3)
-
-    def is_whole(self, mark: dict[str, str]) -> None:
-        """All data was trained once, to a loss that is a number, and nothing is left."""
-        top = status(self.files[0], "global")
-        assert top["complete"] and top["committed_samples"] == top["train_samples"]
-        found = losses(self.files[0])
-        assert all(math.isfinite(loss) for loss in found.values())
-        assert sorted(job for _, job in found) == list(range(1, len(found) + 1))
-        assert until(lambda: marked(mark) == [], BUSY_S), commands(mark)
-
-    @property
-    def said(self) -> str:
-        return (self.folder / "said").read_text()
-
-    def jobs(self) -> int:
-        with suppress(OSError):
-            return len(losses(self.files[0]))
-        return 0
-
-    def lose(self, host: str, how: signal.Signals = signal.SIGKILL) -> None:
-        """Send all that the host has a signal, and let nobody reach it from now on."""
-        with (self.folder / "lost").open("a") as lost:
-            print(host, file=lost)
-        for process in self.processes(f"eu-0@{host}"):
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(how)
-
-    def processes(self, job: str) -> list[psutil.Process]:
-        name, every = str(self.folder / "run" / job), psutil.process_iter(["environ"])
-        return [process for process in every if (process.info["environ"] or {}).get(JOB) == name]
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        lines = (self.folder / "run/events/launcher.jsonl").read_text().splitlines()
-        return [event for event in map(json.loads, lines) if event["event"] == kind]
+from geotrain.checkpoint.folders import manifests
+from tests.support.healing import BUSY_S, ENOUGH, HOSTS, Launched, geotrain, hosts_by_ssh
+from tests.support.small_runs import BATCH, status
 
 
 @pytest.fixture
-def ssh(tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    mark = new_mark()
-    prepare_text(tmp_path)  # by processes that live on here
-    with sshd(tmp_path, free_port):
-        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-        for name, value in mark.items():
-            monkeypatch.setenv(name, value)
+def ssh(tmp_path: Path, free_port: int) -> Iterator[dict[str, str]]:
+    with hosts_by_ssh(tmp_path, free_port) as mark:
         yield mark
 
 
 @pytest.mark.long("launch")
 @pytest.mark.slow
 @pytest.mark.root
-def test_a_lost_host_leaves_its_worker_and_comes_back(tmp_path: Path, ssh: dict[str, str]) -> None:
-    run = Launched(tmp_path, 400 * BATCH, {"rule": {"name": "halos"}}, HOSTS, checkpoint={"every_jobs": 1})
-    with run.running() as launcher:
+@pytest.mark.parametrize("own", ["run/checkpoints", None], ids=["own disks", "shared"])
+def test_a_lost_host_leaves_its_worker_and_comes_back(tmp_path: Path, free_port: int, own: str | None) -> None:
+    """With its disk, where it has one of its own."""
+    run = Launched(tmp_path, ENOUGH, {"rule": {"name": "halos"}}, HOSTS, checkpoint={"every_jobs": 1})
+    with hosts_by_ssh(tmp_path, free_port, own and tmp_path / own) as ssh, run.running():
         run.happens(lambda: run.jobs() > 2)
         run.lose(HOSTS[1])
         run.happens(lambda: len(run.events("WorkerFormed")) == 1)
+        saved = manifests(tmp_path / (f"disks/{HOSTS[0]}" if own else "run/checkpoints") / "eu-0")
+        assert saved[0][0]["extra"]["job"] >= run.jobs() - 1, "one job is lost at most"
+        for place in (tmp_path / f"disks/{HOSTS[1]}").glob("*"):
+            shutil.rmtree(place)
         (formed,) = run.events("WorkerFormed")
         assert formed["hosts"] == [HOSTS[0]] and formed["why"] == f"without {HOSTS[1]}: exit code 255"
         run.trains_on()
@@ -129,8 +45,8 @@ def test_a_lost_host_leaves_its_worker_and_comes_back(tmp_path: Path, ssh: dict[
         run.happens(lambda: len(run.events("WorkerFormed")) == 2)
         assert run.events("WorkerFormed")[1]["hosts"] == list(HOSTS)
         run.trains_on()
-        assert launcher.wait(BUSY_S) == 0, run.said
-    run.is_whole(ssh)
+        run.stops()
+        run.is_whole(ssh)
     assert "without its saved state" not in run.said
 
 
@@ -139,7 +55,11 @@ def test_a_lost_host_leaves_its_worker_and_comes_back(tmp_path: Path, ssh: dict[
 @pytest.mark.root
 def test_hosts_are_cordoned_and_freeze_while_the_global_server_is_away(tmp_path: Path, ssh: dict[str, str]) -> None:
     """Under ACCO. The checkpoint is of two hosts, then of one, then of two again."""
-    acco: dict[str, Any] = {"checkpoint": {"every_jobs": 1}, "acco": {}, "monitor": {"hang_s": 20.0}}
+    acco: dict[str, Any] = {
+        "checkpoint": {"every_jobs": 1},
+        "acco": {},
+        "monitor": {"hang_s": 20.0, "verified_share": 0.2},
+    }
     run = Launched(tmp_path, 600 * BATCH, {"rule": {"name": "halos"}}, HOSTS, **acco)
     with run.running() as launcher:
         run.happens(lambda: run.jobs() > 2)
@@ -160,12 +80,41 @@ def test_hosts_are_cordoned_and_freeze_while_the_global_server_is_away(tmp_path:
         server.resume()
         run.trains_on()
         assert launcher.wait(BUSY_S) == 0, run.said
+    assert status(run.files[0], "global")["complete"]
     for process in run.processes(f"eu-0@{HOSTS[1]}"):
         process.kill()
     run.is_whole(ssh)
 
 
-def geotrain(*words: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "geotrain", *words], text=True, capture_output=True, timeout=BUSY_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+FLIPS = """
+import os
+if os.environ.get("RANK") == "2":
+    from geotrain.inner.engine import recompute
+    bits = recompute.weight_bits
+
+    def flipped(engine):
+        next(engine.module.parameters()).data.view(-1)[:1].neg_()
+        return bits(engine)
+
+    recompute.weight_bits = flipped
+"""
+
+
+@pytest.mark.long("launch", "geotrain/worker")
+@pytest.mark.slow
+@pytest.mark.root
+def test_the_host_of_a_rank_whose_weights_flip_is_cordoned(tmp_path: Path, ssh: dict[str, str]) -> None:
+    keys: dict[str, Any] = {"checkpoint": {"every_jobs": 1}, "monitor": {"verified_share": 0.5}}
+    run = Launched(tmp_path, 100 * BATCH, {"rule": {"name": "halos"}}, HOSTS, **keys)
+    (tmp_path / "flips").mkdir()
+    (tmp_path / "flips/sitecustomize.py").write_text(FLIPS)
+    cluster = json.loads(run.files[1].read_text())
+    cluster["regions"][0]["workers"][0]["env"]["PYTHONPATH"] = str(tmp_path / "flips")
+    run.files[1].write_text(json.dumps(cluster))
+    with run.running() as launcher:
+        assert launcher.wait(BUSY_S) == 0, run.said
+    (formed,) = run.events("WorkerFormed")
+    assert formed["hosts"] == [HOSTS[0]] and "cordoned: device cpu: its weights are not those of" in formed["why"]
+    found = {event["job"]: event["wrong_results"] for event in run.events("JobTrained", "eu-0")}
+    assert found[1] == 0.0 and found[2] == 1.0, "it is found in the second job, which is the first that is verified"
+    assert status(run.files[0], "global")["complete"]

@@ -14,7 +14,9 @@ import pytest
 
 from geotrain.config import ConfigError, load_cluster, load_run
 from geotrain.launch import launcher
+from geotrain.launch.site_processes import LaunchRequest
 from geotrain.launch.supervisor import ProcessSpec, Supervisor
+from geotrain.monitor.events import EventLog, Trouble
 from tests.support.small_runs import prepare_text, write_files
 
 Launch = Callable[..., int]
@@ -67,3 +69,17 @@ def test_a_resume_keeps_ports_and_data(launch: Launch, tmp_path: Path) -> None:
     data = json.loads((tmp_path / "r.json").read_text())["data"]
     with pytest.raises(ConfigError, match=rf"data\.sha256: was {run.data.sha256}, is 0000.*resume with the same"):
         launch(resume=True, data={**data, "sha256": "0" * 64})
+
+
+def test_what_workers_report_as_trouble_is_said_once_and_not_by_a_later_launch(tmp_path: Path) -> None:
+    prepare_text(tmp_path)
+    run, cluster = write_files(tmp_path, "troubled", 64, {"eu": [1]}, {})
+    request = LaunchRequest(load_run(run), load_cluster(cluster), ("eu",), resume=False)
+    said = list[str]()
+    with EventLog(tmp_path / "events/eu-0.jsonl", source="eu-0") as log:
+        log.write(Trouble("earlier"))
+        tell = launcher.troubles_of(request, tmp_path, said.append)
+        log.write(Trouble("now"))
+        for _ in range(2):
+            tell()
+    assert said == ["eu-0: now"]

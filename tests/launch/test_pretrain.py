@@ -16,21 +16,24 @@ import torch.distributed as dist
 
 from geotrain.config import EXIT_FOR_GOOD, ClusterConfig, ConfigError, load_run, parse
 from geotrain.launch import pretrain
+from geotrain.launch.launchers.base import EXIT_FORM, end_file
+from geotrain.worker import verification  # noqa: F401 (what is first imported under `patch.dict` is imported again)
 from geotrain.worker.job_line import JobLine
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ENDS_WITH = "a rank of this worker died, hangs, or cannot be reached: [a/gloo/pair.cc:5] Connection closed by peer"
 
 
-def end(monkeypatch: pytest.MonkeyPatch, error: Exception | None, join: bool = False) -> int:
-    """The exit code of a rank whose training ends like this. join: it has met others, who are itself, before."""
+def end(monkeypatch: pytest.MonkeyPatch, error: Exception | None, join: bool = False, done: bool = True) -> int:
+    """The exit code of a rank whose training ends like this. join: it has met others, who are itself, before. done:
+    its worker is not to be formed anew."""
 
     def train(*_: object) -> bool:
         if join:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         if error is not None:
             raise error
-        return True
+        return done
 
     files = ("--run", f"{CONFIGS}/runs/quickstart.json", "--cluster", f"{CONFIGS}/clusters/local-two-regions.json")
     monkeypatch.setattr(pretrain, "train", train)
@@ -60,6 +63,7 @@ def test_a_rank_leaves_the_others_in_good_order_only(monkeypatch: pytest.MonkeyP
 
 def test_other_errors_keep_their_codes_and_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert end(monkeypatch, ConfigError("no")) == EXIT_FOR_GOOD
+    assert end(monkeypatch, None, done=False) == EXIT_FORM
     assert end(monkeypatch, OSError("no")) == 1
     with pytest.raises(RuntimeError, match="shapes"):
         end(monkeypatch, RuntimeError("shapes do not match"))
@@ -74,9 +78,10 @@ def test_a_line_for_a_job_but_not_for_every_one() -> None:
     assert line.of(unsaid, 99.0) == "job 3, from sample 1,024: loss 3.1416, 12,346 tokens/s"
 
 
-def test_a_rank_is_made_of_what_the_two_files_say(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("formed", "rule"), [(False, "halos"), (True, "halos"), (True, "sync")])
+def test_a_rank_is_made_of_what_the_two_files_say(monkeypatch: pytest.MonkeyPatch, formed: bool, rule: str) -> None:
     """Its engine, its data, its connection and its trainer; all of these are stood in for."""
-    run = load_run(CONFIGS / "runs/quickstart.json")
+    run = load_run(CONFIGS / "runs/quickstart.json", [f'outer.rule={{"name": "{rule}"}}'])
     raw = json.loads((CONFIGS / "clusters/local-two-regions.json").read_text())
     own = {"min_step_s": 0.25, "deepspeed": {"train_micro_batch_size_per_gpu": 4}}
     raw["regions"][0]["workers"][0] |= own
@@ -94,7 +99,7 @@ def test_a_rank_is_made_of_what_the_two_files_say(monkeypatch: pytest.MonkeyPatc
                         ("loader", "open_source"), ("loader", "validation_batches")):  # fmt: skip
         monkeypatch.setattr(f"geotrain.data.{place}.{name}", getattr(made, name))
     with patch.dict(sys.modules, of_name), patch.dict(os.environ):
-        pretrain.train(run, cluster, "eu", None, True)
+        pretrain.train(run, cluster, "eu", None, True, formed)
 
     (_, parallel, block), more = made.build_engine.call_args
     assert parallel == worker.parallel and block["train_micro_batch_size_per_gpu"] == 4
@@ -107,5 +112,9 @@ def test_a_rank_is_made_of_what_the_two_files_say(monkeypatch: pytest.MonkeyPatc
     assert (member, of_trainer) == ("member", engine)
     assert (loader._batches.batch, loader._micro_batch, loader._dp_rank, loader._dp_size) == (16, 4, 1, 2)
     assert settings["min_step_s"] == 0.25 and settings["validation"] is made.validation_batches.return_value
-    made.Trainer.return_value.train.assert_called_once_with(True)
+    trainer = made.Trainer.return_value
+    trainer.train.assert_called_once_with(True)
+    assert trainer.checkpoints.files.may_lack is formed
+    asks = getattr(trainer.loop.ends, "__self__", None) == run.run_folder / end_file(worker.name)
+    assert asks == (formed and rule == "halos"), "whether it is to be formed anew"
     engine.close.assert_called_once_with()

@@ -101,6 +101,13 @@ def test_few_exchanges_are_told(outer: dict[str, Any], told: str) -> None:
     assert re.search(told.replace("(", r"\("), found) if told else not found, found
 
 
+def test_layers_that_are_left_out_are_told() -> None:
+    run, cluster = pair(TWO, local_steps=5)
+    config = {**run.model.config, "num_nextn_predict_layers": 1}
+    found = list(doubts(run.model_copy(update={"model": run.model.model_copy(update={"config": config})}), cluster))
+    assert sum("num_nextn_predict_layers = 1: the layers that predict tokens" in note for note in found) == 1
+
+
 @pytest.mark.parametrize(
     ("kinds", "last", "told"),
     [

@@ -141,6 +141,13 @@ def test_a_guard_that_was_stopped_leaves_its_command_the_time_to_end(monkeypatch
     assert guard_module._end(lambda: next(alive), 10.0, 0) and sent == [signal.SIGTERM]
 
 
+def test_a_guard_says_so_where_a_process_outlives_even_sigkill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "KILL_DEADLINE_S", 0.1)
+    monkeypatch.setattr(guard_module.os, "kill", lambda pid, number: None)
+    silent, _kept = os.pipe()
+    assert guard_module._end(lambda: [7], 0.0, silent) is False
+
+
 def test_a_program_that_is_missing(tmp_path: Path) -> None:
     with Supervisor(tmp_path) as supervisor, pytest.raises(LaunchError, match=r"'a' cannot be started: .*/no/such"):
         supervisor.start(ProcessSpec("a", ("/no/such",)))

@@ -49,10 +49,14 @@ class Training(threading.Thread):
         self.worker, self.enough = site.worker("a", incarnation), threading.Event()
 
     def run(self) -> None:
-        self.worker.join()
-        while not self.enough.is_set() and (lease := self.worker.lease()):
-            self.worker.train(lease)
-            time.sleep(0.05)
+        try:
+            self.worker.join()
+            while not self.enough.is_set() and (lease := self.worker.lease()):
+                self.worker.train(lease)
+                time.sleep(0.05)
+        except Exception:  # of servers that the test's end has killed
+            if not self.enough.is_set():
+                raise
 
     def end(self) -> None:
         self.enough.set()
@@ -66,12 +70,12 @@ def test_the_page_follows_a_live_run(tmp_path: Path, chromium: Chromium) -> None
     run = json.loads((tmp_path / "run.json").read_text())
     run |= {"folder": str(tmp_path), "monitor": {"sample_s": 1.0, "metrics_port": 0, "tensorboard": "boards"}}
     (tmp_path / "run.json").write_text(json.dumps(run))
+    training = Training(site, "life-1")
     try:
         site.serve("global")
         region = site.serve("eu")
         url = site.status("global")["page"]
         assert url.startswith("http://127.0.0.1:")
-        training = Training(site, "life-1")
         training.start()
         chromium.open(url)
         first = chromium.wait_for(POINTS, good=lambda n: n >= 2)
@@ -100,6 +104,7 @@ def test_the_page_follows_a_live_run(tmp_path: Path, chromium: Chromium) -> None
         chromium.wait_for(HEALTH, good=lambda text: "has not answered" in text)
         assert chromium.evaluate(POINTS) > first, "what was known stays"
     finally:
+        training.enough.set()
         for server in site.servers:
             server.process.kill()
             server.process.join()

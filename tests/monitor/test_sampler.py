@@ -36,7 +36,7 @@ def test_a_members_states_are_told_once_each(tmp_path: Path) -> None:
         ("a", state) for state in ("up", "cut off", "lost", "up", "left")
     ]
     silent_s = [event.silent_s for event in found]  # type: ignore[attr-defined]
-    assert silent_s[1:4] == pytest.approx([6.1, 6.1, 6.1], abs=0.3), "all since it was heard of last"
+    assert silent_s[1:4] == pytest.approx([6.1, 6.1, 6.1], abs=0.3), "all since its last message"
 
 
 def test_only_a_wait_that_lasts_is_told_and_so_is_its_end(tmp_path: Path) -> None:

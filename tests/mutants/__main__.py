@@ -39,13 +39,13 @@ from tests.support.process_trees import MARK, marked
 
 LIBRARIES = (
     *("torch", "numpy", "grpc", "pydantic", "cryptography.x509", "msgpack", "psutil", "scipy.optimize", "triton"),
-    *("fsspec", "pyarrow.parquet", "prometheus_client", "typer", "rich.live"),
+    *("fsspec", "pyarrow.parquet", "prometheus_client", "typer", "rich.live", "requests", "transformers"),
+    "torch._inductor",
 )
 FORKS = multiprocessing.get_context("fork")
 # A hang, or a wait for what never comes, is ended after this and a multiple of the tests' own time without a fault.
 GRACE_S, GRACE_TIMES = 30.0, 4.0
 FILES = 4  # of tests are collected at a time: the first often notice
-SHOWN = 200  # characters of a failure
 UNABLE = 70  # the exit code of a fork that could not lay the fault over the file
 CLONE_NEWNS, CLONE_NEWUSER, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x10000000, 0x1000, 0x4000, 0x40000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -53,7 +53,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass
 class Outcome:
-    """What the tests of one fork said. noticed: by the first test that failed; "": none did."""
+    """What the tests of one fork said. noticed: by the first test that failed, without a fault all that did, a line
+    each; "": none did."""
 
     noticed: str
     seconds: float
@@ -98,17 +99,13 @@ class Fork:
         only.write_text("\n".join(self.tests))
         for begin in range(0, len(files), FILES):
             told = Told(self.told, self.contexts)
-            words = (
-                "-x",
-                "-p",
-                "no:cacheprovider",
-                f"--only={only}",
-                f"--basetemp={self.told.with_suffix('')}-{begin}",
-            )
+            words = ["-p", "no:cacheprovider", f"--only={only}", f"--basetemp={self.told.with_suffix('')}-{begin}"]
+            if self.fault is not None:
+                words.append("-x")
             code = pytest.main([*words, *files[begin : begin + FILES]], [told])
             if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
                 told.write(f"pytest ended with {code!r}")
-            if code != pytest.ExitCode.OK:
+            if code != pytest.ExitCode.OK and self.fault is not None:
                 return code
         return 0
 
@@ -133,7 +130,7 @@ class Fork:
                 os.kill(pid, signal.SIGKILL)
         if self.process.exitcode == UNABLE:
             raise RuntimeError(self.told.with_suffix(".log").read_text())
-        noticed = self.told.read_text() if self.told.exists() else ""
+        noticed = self.told.read_text().rstrip("\n") if self.told.exists() else ""
         if self.process.exitcode and not noticed:
             noticed = "no answer" if hung else f"the process ended with {self.process.exitcode}"
         return Outcome(noticed, seconds, hung)
@@ -153,15 +150,15 @@ def lay_over(file: Path, source: Path) -> None:
 
 
 class Told:
-    """A plug-in of pytest: writes the first failure to a file, and ends what takes much longer than usual. Hypothesis
-    neither shrinks nor remembers here."""
+    """A plug-in of pytest: writes failures to a file, and ends what takes much longer than usual. Hypothesis neither
+    shrinks nor remembers here."""
 
     def __init__(self, path: Path, contexts: Contexts) -> None:
         self.path, self.contexts = path, contexts
 
     def write(self, what: str) -> None:
-        if not self.path.exists():
-            self.path.write_text(what[:SHOWN])
+        with self.path.open("a") as told:
+            told.write(what.replace("\n", " ") + "\n")
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self) -> None:
@@ -219,12 +216,12 @@ def run(faults: list[Fault], contexts: Contexts, at_once: int, minutes: float) -
             fault = fork.fault
             assert fault is not None
             if outcome.noticed:
-                noticed[fault.name] = outcome.noticed
+                noticed[fault.name] = outcome.noticed.partition("\n")[0]
             else:
                 survived.append(fault)
             verdict = "survived" if not outcome.noticed else "hung" if outcome.hung else "noticed"
             print(f"{verdict:8} {outcome.seconds:6.1f} s  {fault.name}: {fault.breaks}", flush=True)
-            print(f"{'':20}{outcome.noticed or f'of {len(fork.tests)} tests'}", flush=True)
+            print(f"{'':20}{noticed.get(fault.name) or f'of {len(fork.tests)} tests'}", flush=True)
         red = red_without(noticed, make, at_once)
     ended = {fault.name for fault in survived} | noticed.keys()
     why = {
@@ -255,10 +252,11 @@ def red_without(noticed: dict[str, str], make: Callable[..., Fork], at_once: int
             by_file.setdefault(file_of(test), []).append(test)
     red = set[str]()
     for fork, outcome in outcomes([partial(make, tuple(tests)) for tests in by_file.values()], at_once):
-        if outcome.noticed:
-            print(f"red without a fault, after {outcome.seconds:.1f} s: {outcome.noticed}", flush=True)
-            later = fork.tests.index(outcome.noticed) if outcome.noticed in fork.tests else 0
-            red |= set(fork.tests[later:])  # none of them was played
+        if failed := set(outcome.noticed.splitlines()):
+            print(f"red without a fault, after {outcome.seconds:.1f} s: {', '.join(sorted(failed))}", flush=True)
+        red |= (
+            failed if failed <= set(noticed.values()) else {*failed, *fork.tests}
+        )  # it ended before all were played
     return red
 
 
@@ -271,7 +269,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=0, help="draw so many faults, in place of a list")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--files", nargs="*", default=[""], help="draw only from files whose names begin so")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of tests for each fault that is drawn, at most")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of tests for each fault, as recorded, at most")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no more faults begin")
     parser.add_argument("-n", type=int, default=2, metavar="FORKS", help="at a time")
     args = parser.parse_args()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import re
 import socket
 import threading
@@ -72,60 +71,6 @@ def test_a_status_is_answered_while_tensors_are_worked_on(make):
     assert not slow.done()
     answered.set()
     assert slow.result(BUSY_S) is True
-
-
-def test_what_a_former_life_of_the_server_acknowledged_is_sent_again(make):
-    """The acknowledgement of a part is late: it arrives when the server, which died with the part before the other
-    came, was joined again already. Without the part the update would never be whole, nor any after it be taken."""
-    cluster = make(outer(), {"eu": {"a": halves}})
-    worker = cluster.joined("a")
-    lease = worker.lease()
-    part, other = worker.parts(lease, 0)
-    client = worker.clients[0]
-    link, real, sent = client._link, client._link.push, threading.Event()
-
-    async def late(part: UpdatePart) -> int:
-        joins, applied = client._joins, await real(part)
-        sent.set()
-        while client._joins == joins:
-            await asyncio.sleep(0.01)
-        link.push = real
-        return applied
-
-    link.push = late
-    pushed = [client.push(part)]
-    assert sent.wait(BUSY_S)
-    cluster.restart("eu")
-    worker.lease()  # the server does not know it: both ranks join again
-    pushed.append(worker.clients[1].push(other))
-    for push in pushed:
-        push.result(BUSY_S)
-    wait_for(lambda: cluster.regions["eu"].server.members["a"].fragments[0].sequence == other.sequence)
-
-
-def test_the_next_update_does_not_keep_the_one_before_from_being_sent_again(make):
-    """A rank's part was acknowledged, and its next update is on the way, refused until the other rank's part has
-    come. Then the server dies: the part is wanted once more, before the update that is on the way."""
-    cluster = make(outer(), {"eu": {"a": halves}})
-    worker = cluster.joined("a")
-    part, other = worker.parts(worker.lease(), 0)
-    client = worker.clients[0]
-    client.push(part).result(BUSY_S)
-    link, real, refused = client._link, client._link.push, threading.Event()
-
-    async def watched(part: UpdatePart) -> int:
-        try:
-            return await real(part)
-        except Refused:
-            refused.set()
-            raise
-
-    link.push = watched
-    client.push(dataclasses.replace(part, sequence=part.sequence + 1, contains=()))
-    assert refused.wait(BUSY_S)
-    cluster.restart("eu")
-    worker.clients[1].push(other).result(BUSY_S)
-    wait_for(lambda: cluster.regions["eu"].server.members["a"].fragments[0].sequence == other.sequence)
 
 
 def test_ranks_do_not_join_over_and_over_while_a_peer_is_missing(make):

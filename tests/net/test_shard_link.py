@@ -98,6 +98,15 @@ def test_who_is_quarantined_has_no_share_on_shards_either() -> None:
         assert shard.membership.sharing == shares
 
 
+def test_what_its_ledger_has_said_of_members_is_known_again_after_a_restart() -> None:
+    world = make(config())
+    part = ServerPart((tuple(range(len(world.parameter_map.fragments))),), 0)
+    shard, again = world.build("eu", part), world.build("eu", part)
+    shard.handle(Standing("life-1", "run", "", (MemberStanding("a", "life-1", "present", ends=True),)))
+    again.load(*shard.state())
+    assert again.ends("a") and not again.ends("b")
+
+
 def test_leases_of_who_is_gone_go_once_its_shards_have_said_what_they_took() -> None:
     """So do those of a member that begins anew, which is let in no further before."""
     world = make(config(local_steps=2))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from geotrain.config import ClusterConfig, ConfigError, OverlapConfig, codec_config, parse, shards_of
 from geotrain.net.server.server_host import TRAFFIC
+from geotrain.net.server.server_process import part_of
 from geotrain.net.storage.snapshots import StoreError, read_weights
 from geotrain.net.transport import rpc, wire
 from geotrain.net.transport.authority import make_certificates
@@ -149,3 +150,9 @@ def test_a_region_has_no_shards_or_as_many_as_the_global_server(tmp_path: Path) 
         parse(ClusterConfig, cluster, "cluster")
     del cluster["regions"][0]["shards"]
     assert shards_of(parse(ClusterConfig, cluster, "cluster"), "eu") == ()
+
+
+def test_a_shard_has_a_fragment_at_least(tmp_path: Path) -> None:
+    site = Site(tmp_path, shards=9, pieces=1)
+    with pytest.raises(ConfigError, match=r"has 9 shards, but the model has [1-8] fragments"):
+        part_of(site.run, site.cluster, "eu", 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 import typing
-from collections import deque
 
 import msgpack
 import pytest
@@ -48,30 +47,6 @@ def test_every_message_comes_back_as_it_was(kind):
         assert there_and_back(message) == message
 
     check()
-
-
-@given(st.lists(st.binary(min_size=1, max_size=60)), st.integers(0, 200))
-def test_frames_travel_together_as_far_as_there_is_room(frames, cut):
-    waiting, bundles = deque(frames), []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "MAX_BUNDLE_BYTES", 64)
-        while waiting:
-            bundles.append(wire.bundle(waiting))
-    assert [frame for bundle in bundles for frame in wire.unbundle(bundle)] == frames
-    sizes = [len(bundle) for bundle in bundles]
-    assert max(sizes, default=0) <= 64
-    firsts = [wire.LENGTH.size + len(next(wire.unbundle(bundle))) for bundle in bundles]
-    assert all(size + first > 64 for size, first in zip(sizes, firsts[1:], strict=False))
-    if bundles and (broken := bundles[-1][: cut % len(bundles[-1])]):
-        whole, last = [], list(wire.unbundle(bundles[-1]))
-        try:
-            for frame in wire.unbundle(broken):
-                whole.append(frame)
-        except wire.DamagedError:
-            pass
-        else:
-            assert wire.bundle(deque(whole)) == broken  # it was cut between two frames
-        assert whole == last[: len(whole)]
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,7 @@ def test_a_late_answer_does_not_hold_training_up():
     world.answer(0, 1)
     assert not waits(exchange.after_step((), {}))
     assert world.adopted == [0]
+    assert [part.adopted[:2] for part in world.sent] == [(0, 0), (0, 0)]
     world.answer(1, 1)  # there at once, but due only two steps after it left
     assert not waits(exchange.after_step((), {}))
     assert world.adopted == [0, 1]
@@ -123,6 +124,7 @@ def test_fragments_that_leave_together_are_numbered_apart_and_one_brings_the_met
     waits(exchange.after_step((0, 1), {"loss": 2.0}))
     numbered = [(part.fragment, part.sequence, part.metrics) for part in world.sent]
     assert numbered == [(1, 1, {}), (0, 1, {}), (1, 2, {"loss": 2.0})]
+    assert world.sent[1].adopted[:2] == (0, 1)
 
 
 def test_an_update_says_when_its_answer_is_needed() -> None:

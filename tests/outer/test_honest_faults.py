@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from geotrain.config import FragmentConfig, OuterConfig, codec_config
+from geotrain.config import codec_config
 from geotrain.outer.codec import CodecError, make_codec
 from geotrain.outer.events import StartedOver
 from geotrain.outer.messages import (
@@ -24,12 +21,6 @@ from geotrain.outer.messages import (
     Release,
     UpdateRejected,
 )
-from geotrain.outer.server.leases import LeaseTable
-from geotrain.parameters.parameter_map import Parameter, ParameterMap
-from geotrain.simulate.links import LinkSpec
-from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
-from geotrain.simulate.world import VirtualWorld, timing_task
-from tests.support.outer_configs import outer_config
 from tests.support.outer_world import (
     FakeWorker,
     World,
@@ -110,80 +101,6 @@ def test_who_waits_for_its_server_and_holds_nothing_is_waited_for():
     assert not region.waited_for_by("a")
     world.tell("eu", LeaseRequest("a", 2))
     assert not region.waited_for_by("a"), "others want what it holds"
-
-
-# -------------------------------------------------------------------------- synchronous rounds of several fragments
-
-
-def model(fragments: int) -> ParameterMap:
-    """One fragment; or three or more, those of its layers, the embedding and the head."""
-    layers = [Parameter(f"layer.{i}", (1,), i, "normal") for i in range(fragments - 2)]
-    embedding, head = (Parameter(name, (1,), None, "normal") for name in ("embedding", "head"))
-    return ParameterMap([embedding, *layers, head], 1 if layers else None)
-
-
-def simulated(
-    outer: OuterConfig, fragments: int, away: dict[str, tuple[tuple[float, float], ...]], steps: int = 48
-) -> VirtualWorld:
-    """Three workers in two regions, a second an inner step; who is away when."""
-
-    def worker(name: str, step_s: float) -> WorkerSpec:
-        return WorkerSpec(name, step_s, away.get(name, ()))
-
-    link = LinkSpec(gbps=1.0, latency_s=0.05)
-    regions = (
-        RegionSpec("eu", (worker("a", 1.0), worker("b", 1.3)), link),
-        RegionSpec("us", (worker("c", 0.9),), link),
-    )
-    world = VirtualWorld(WorldSpec(regions), timing_task(outer, model(fragments), steps, 1))
-    world.run(until_s=100_000)
-    return world
-
-
-SPANS = st.lists(st.tuples(st.floats(0.1, 30), st.floats(0.05, 9)), min_size=1, max_size=3)
-
-
-@given(
-    st.sampled_from([1, 3, 4]),
-    st.sampled_from([1, 2]),
-    st.sampled_from("abc"),
-    SPANS,
-    st.booleans(),
-    st.sampled_from([0, 1]),
-)
-def test_a_synchronous_run_ends_with_all_samples_trained_whenever_a_worker_dies(
-    fragments, levels, who, spans, scaled, tau
-):
-    """Also between the deltas of one job, while an answer travels, and at the very end."""
-    outer = outer_config(
-        "sync",
-        levels=levels,
-        local_steps=4,
-        scale_local_steps=scaled,
-        fragments=FragmentConfig(layers_per_fragment=1),
-        overlap={"steps": tau, "adopt": "rebase"} if tau else {},
-    )
-    away, now = [], 0.0
-    for alive_s, dead_s in spans:
-        away.append((now + alive_s, now + alive_s + dead_s))
-        now += alive_s + dead_s
-    rounds: list[int] = []
-    lay_out = LeaseTable._lay_out
-
-    def counting(lease_table: LeaseTable, job: int) -> bool:
-        whole = lay_out(lease_table, job)
-        if whole:
-            rounds.append(sum(samples for _, samples in lease_table.laid_out[job].values()))
-        return whole
-
-    with patch.object(LeaseTable, "_lay_out", counting):
-        world = simulated(outer, fragments, {who: tuple(away)})
-    assert world.report()["finished"], world.top.server.status()
-    lease_table = world.top.server.lease_table
-    assert not lease_table.open and lease_table.committed_samples == sum(rounds)
-    assert world.top.server.versions == [len(rounds) + 1] * (fragments - 1) + [
-        len(rounds)
-    ]  # the last is sent with a job's last step
 
 
 # ---------------------------------------------------------------------------- leases of the silent and of who left

@@ -6,8 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
@@ -27,7 +25,6 @@ from geotrain.outer.messages import (
     Recall,
     Refused,
     TakenBack,
-    UpdateRejected,
 )
 from geotrain.outer.server.leases import RETURNED_KEPT
 from geotrain.outer.server.member import MOST_INCARNATIONS, Member
@@ -69,57 +66,6 @@ def test_only_a_life_that_ended_without_goodbye_or_stop_is_restarted():
     end_incarnations(region)  # only its server was: this incarnation goes on, and dies later
     assert restarts("life-4", new=False) == 1
     assert restarts("life-5") == 2
-
-
-HAPPENINGS = ["new", "again", "update", "leave", "silent", "strike", "unban", "restart", "stop", "resume"]
-
-
-@given(st.lists(st.sampled_from(HAPPENINGS), max_size=25))
-def test_random_lives_never_leave_the_table(happenings):
-    """The facts that a phase stands for, and the count of restarts, are those of four booleans."""
-    world = make(config(limits={"strikes": 2, "strike_window": 4}))
-    region, worker, lives = world.regions["eu"], world.workers["a"][1], 1
-    left = silent = ended = quarantined = False
-    restarts = 0
-    for what in happenings:
-        member, incarnation = region.members["a"], f"life-{lives}"
-        try:
-            match what:
-                case "new" | "again":
-                    lives += what == "new"
-                    region.handle(worker.joins(world.identity, f"life-{lives}")[0])
-                    restarts += what == "new" and not ended
-                    left = left and what == "again"
-                    silent, ended = False, left
-                case "update":
-                    worker.sequences = [member.fragments[0].sequence]
-                    region.handle(worker.parts(random_deltas(world, 1), incarnation=incarnation)[0])
-                    silent = False
-                case "leave":
-                    region.handle(Leave("a"))
-                    left = ended = True
-                case "silent":
-                    region.handle(MemberSilent("a", incarnation))
-                    silent = True
-                case "strike":
-                    quarantined |= region.handle(UpdateRejected("a", incarnation, "why")).reply
-                case "unban":
-                    region.handle(LiftQuarantine("a"))
-                    quarantined = False
-                case "stop" | "resume" | "restart":
-                    if what == "stop":
-                        end_incarnations(region)
-                        ended = True
-                    region = world.regions["eu"] = saved_and_loaded(world, "eu")
-                    if what == "resume":
-                        region.begin_again()
-                        silent, left = silent and not left, False
-        except Refused:
-            lives -= what == "new"
-        member = region.members["a"]
-        assert (member.left, member.quarantined, member.restarts) == (left, quarantined, restarts)
-        assert member.silent == (silent and not left) and member.away == (left or silent or quarantined)
-        assert region.membership.sharing == {name for name, each in region.members.items() if each.takes_part}
 
 
 def test_a_share_belongs_to_who_takes_part():

@@ -128,6 +128,15 @@ def test_refused_updates(what: str) -> None:
     assert [region.handle(part).reply for part in parts] == [False, True]
 
 
+def test_refused_updates_whose_chunks_start_from_different_versions() -> None:
+    world = make(config(), fragments=1, chunk_elements=6)
+    world.push("a", random_deltas(world, 1))
+    part = world.workers["a"][1].parts(random_deltas(world, 2))[-1]
+    first, *others = part.deltas
+    older = replace(first, anchor_version=1 - first.anchor_version)
+    refuses(world.regions["eu"], replace(part, deltas=(older, *others)), "start from different versions")
+
+
 JOINS = {
     "a stranger": ({"member": "zoe"}, "no member is called 'zoe'"),
     "another run file": ({"config_digest": "other"}, "config digest differs: a has other .* has config"),

@@ -9,7 +9,7 @@ import torch
 
 from geotrain.config import codec_config
 from geotrain.outer.codec import NonFiniteError
-from geotrain.outer.messages import MemberSilent
+from geotrain.outer.messages import MemberSilent, Refused
 from tests.support.outer_world import (
     FakeWorker,
     World,
@@ -66,6 +66,49 @@ def test_incremental_answers_track_the_weights():
     receiver = world.regions["eu"].state()[0]["mirror.0"]
     scale = float((world.top.weights(0)).norm())
     assert float((receiver - world.top.weights(0)).norm()) < 0.02 * scale
+
+
+def test_an_answer_is_kept_until_every_part_has_adopted_it() -> None:
+    """By an update of another fragment, too: else a region would hold all weights once for each of its workers."""
+    world = make(config(), halves, fragments=1)
+    region, worker = world.regions["eu"], world.workers["a"][1]
+    for answered in range(len(region.numbers)):  # its join's
+        world.weights("a", {answered: 0})
+    held = region.store.members["a"].answers
+    assert sorted(held) == [*region.numbers]
+    deltas = random_deltas(world, 1)
+
+    def update(fragment: int, *adopted: tuple[int, ...]) -> None:
+        for part, each in zip(worker.parts({fragment: deltas[fragment]}), adopted, strict=True):
+            world.tell("eu", dataclasses.replace(part, adopted=each))
+
+    none = (0,) * len(region.numbers)
+    update(0, none, ())
+    assert sorted(held) == [*region.numbers], "a part has said nothing of it"
+    update(1, none, none)
+    assert sorted(held) == [0, 1], "the answers to these two updates; the joins' are adopted"
+    update(1, (1, 1, *none[2:]), none)
+    assert sorted(held) == [0, 1], "one part has adopted the answer to the update of fragment 0"
+    update(1, (1, 2, *none[2:]), (1, 2, *none[2:]))
+    assert sorted(held) == [1]
+    with pytest.raises(Refused, match=r"update a/0\.1 was adopted before"):
+        world.weights("a", {0: 1})
+    with pytest.raises(Refused, match=f"adopted answers of 1 fragments; the run has {len(none)}"):
+        update(1, (3,), (3,))
+
+
+@pytest.mark.parametrize("down", ["bf16", "int4"])
+def test_a_region_says_which_answers_it_has_merged(down: str) -> None:
+    """Where weights go down as changes, the answer to a join stays: they are counted from it."""
+    world = make(config(down=codec_config(down), updates_per_send=1), fragments=1)
+    held = world.top.store.members["eu"].answers
+    assert sorted(held) == [*world.top.numbers]
+    for fragment in (0, 1):
+        world.push("a", {fragment: random_deltas(world, 1)[fragment]})
+        sent = world.deliver_up("eu")
+        assert sent is not None and sent.adopted[:2] == (fragment, 0), "fragment 1 is on its way"
+        world.settle("eu")
+    assert sorted(held) == ([1] if down == "bf16" else [*world.top.numbers][1:])
 
 
 def test_a_loaded_region_sends_the_same_numbers_for_people():

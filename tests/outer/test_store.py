@@ -81,6 +81,9 @@ def test_a_state_that_is_cut_otherwise_is_refused() -> None:
         ParameterMapError, match=r"not cut into chunks of 12 elements; resume with the outer\.fragments"
     ):
         other.top.load(*world.top.state())
+    tensors, meta = world.top.state()
+    with pytest.raises(ParameterMapError, match="the state is of parameter map another, the run's is "):
+        world.top.load(tensors, {**meta, "parameter_map_digest": "another"})
 
 
 def test_a_state_that_lacks_a_tensor_is_refused() -> None:

@@ -29,8 +29,10 @@ from tests.support.local_servers import LocalClient, LocalServers
 from tests.support.own_network import LOCAL_STEPS, STEP, STEPS, network, write_run
 
 
-def joined(run: RunConfig, model: nn.Module, **more: Any) -> tuple[WorkerLoop, LocalServers]:
-    servers = LocalServers(run)
+def joined(
+    run: RunConfig, model: nn.Module, servers: LocalServers | None = None, **more: Any
+) -> tuple[WorkerLoop, LocalServers]:
+    servers = servers or LocalServers(run)
     rank = TorchRank()
     rank.masters = Masters(servers.parameter_map, model, 0, 1)
     member = RunMember(run, "w", servers.identity, servers.parameter_map, LocalClient(servers))
@@ -68,6 +70,22 @@ def test_all_samples_in_order_however_far_the_data_is_read_ahead(tmp_path: Path,
     assert saved == [3] and servers.top.finished  # at the end; none of the jobs was the eighth
     with pytest.raises(RuntimeError, match="its steps are over"):
         step(loop)
+
+
+def test_a_worker_that_is_to_be_formed_anew_ends_after_its_job_and_its_next_life_trains_the_rest(
+    tmp_path: Path,
+) -> None:
+    run = write_run(tmp_path, rule={"name": "region_momentum"})
+    servers, begun, saved = LocalServers(run), list[int](), list[int]()
+    for asked in (True, False):
+        loop, _ = joined(run, network(), servers, save=saved.append)
+        loop.ends = lambda: asked  # noqa: B023
+        while loop.lease is not None:
+            begun += [loop.lease.start] if loop.step == 0 else []
+            step(loop)
+        assert loop.finished == servers.top.finished == (not asked)
+        time.sleep(0.001)  # an incarnation is named by the time
+    assert begun == list(range(0, STEP * STEPS, STEP * LOCAL_STEPS)) and saved == [1, STEPS // LOCAL_STEPS]
 
 
 def test_what_it_is_asked_for_is_recorded(tmp_path: Path) -> None:
@@ -379,11 +397,8 @@ def test_a_batch_that_spoils_each_worker_is_set_aside_and_the_run_ends_without_i
     run = write_run(tmp_path, local_steps=5, rule={"name": "region_momentum"})
     servers, spoilt, given = LocalServers(run), 23, list[int]()
     for life in range(3):
-        model, rank = network(), TorchRank()
-        rank.masters = Masters(servers.parameter_map, model, 0, 1)
-        member = RunMember(run, "w", servers.identity, servers.parameter_map, LocalClient(servers))
-        loop = WorkerLoop(member, rank, rank.masters.shards, rank.masters.device)
-        loop.start()
+        model = network()
+        loop, _ = joined(run, model, servers)
         assert loop.finished is False
         try:
             while loop.lease is not None:

@@ -93,61 +93,6 @@ def test_an_own_loop_ends_where_the_trainer_does(
         torch.testing.assert_close(ended[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-@LONG
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("eu", "us", "steps"),
-    [
-        (("own_loop.py", (), 1), (HF, (), 1), 400),
-        (("own_loop_fsdp.py", (), 2), ("own_loop_deepspeed.py", ("1",), 2), 240),
-    ],
-    ids=["plain, hugging face", "fsdp2, zero 1"],
-)
-def test_whatever_is_killed_each_sample_is_trained(
-    start: Start, text: dict[str, Any], eu: Worker, us: Worker, steps: int
-) -> None:
-    samples = steps * BATCH
-    run = start(f"killed-{eu[0]}-{us[0]}", {
-        **text,
-        "data": {**text["data"], "train_samples": samples},
-        "outer": {"local_steps": 4, "rule": {"name": "region_momentum", "updates_per_send": 1}},
-        "checkpoint": {"every_jobs": 1, "every_minutes": 0.01},
-    })  # fmt: skip
-    servers = run.serve_all()
-
-    def work(region: str) -> list[Any]:
-        example, more, ranks = dict(zip(REGIONS, (eu, us), strict=True))[region]
-        return run.work(region, example, *more, ranks=ranks)
-
-    workers = {region: work(region) for region in REGIONS}
-
-    def committed(share: float) -> None:
-        def reached() -> bool:
-            return run.status("global").get("committed_samples", 0) >= share * samples
-
-        run.until(reached)
-
-    committed(0.05)
-    run.kill(servers["global"])
-    servers["global"] = run.serve("global", resume=True)
-    committed(0.2)
-    run.kill(*workers["eu"])
-    run.kill(servers["us"])
-    servers["us"] = run.serve("us", resume=True)
-    workers["eu"] = work("eu")
-    committed(0.4)
-    run.kill(*workers["us"])
-    workers["us"] = work("us")
-    run.ended()
-    state = status(run.file, "global")
-    assert state["committed_samples"] == samples and state["complete"] and state["open_leases"] == 0
-    restarts = {name: member["restarts"] for name, member in status(run.file, "eu")["members"].items()}
-    assert restarts == {"eu-0": 1}
-    saved = sorted((run.folder / "out/checkpoints/eu-0").iterdir())
-    files = ["manifest.json", *(f"rank-{rank:05d}.pt" for rank in range(eu[2]))]
-    assert len(saved) == 2 and all(sorted(path.name for path in job.iterdir()) == files for job in saved)
-
-
 @pytest.mark.slow
 def test_a_vision_model_of_which_geotrain_knows_names_and_shapes(start: Start, tmp_path: Path) -> None:
     example = runpy.run_path(str(EXAMPLES / "vision.py"))

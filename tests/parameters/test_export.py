@@ -382,10 +382,23 @@ def test_a_tied_head_may_be_stored_if_it_is_equal(tmp_path: Path) -> None:
         read_checkpoint(tmp_path / "out")
 
 
-def test_tables_in_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
-    write_checkpoint(weights(LLAMA).items(), LLAMA, tmp_path / "out")
-    edit_tensors(tmp_path / "out", **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    assert set(dict(read_checkpoint(tmp_path / "out")[1])) == set(weights(LLAMA))
+@pytest.mark.parametrize(
+    ("config", "extra"),
+    [
+        (LLAMA, "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ({**families.DEEPSEEK, "num_nextn_predict_layers": 1}, "model.layers.2.eh_proj.weight"),
+        (families.QWEN3_NEXT, "mtp.fc.weight"),
+    ],
+)
+def test_what_transformers_passes_over_is_left_out(tmp_path: Path, config: dict[str, Any], extra: str) -> None:
+    """Tables of old checkpoints, and layers of multi-token prediction, but no other layer."""
+    write_checkpoint(weights(config).items(), config, tmp_path / "out")
+    edit_tensors(tmp_path / "out", **{extra: torch.ones(4)})
+    (tmp_path / "out/config.json").write_text(json.dumps(config))
+    assert set(dict(read_checkpoint(tmp_path / "out")[1])) == set(weights(config))
+    edit_tensors(tmp_path / "out", **{"model.layers.9.eh_proj.weight": torch.ones(4)})
+    with pytest.raises(HFCheckpointError, match=r"model\.layers\.9\.eh_proj\.weight is unknown"):
+        read_checkpoint(tmp_path / "out")
 
 
 def test_eval_takes_no_more_positions_than_the_model_has(tmp_path: Path, tokenizer: Path) -> None:

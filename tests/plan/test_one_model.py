@@ -41,14 +41,14 @@ def figures(forecast: dict[str, Any]) -> dict[str, float]:
 @pytest.mark.parametrize("name", NAMES)
 def test_all_tell_the_same_of_a_preset(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast_module, "MAX_UPDATES", 3_000)
-    told: list[tuple[Any, dict[str, Any], Console]] = []
-    tell = plan_command.tell
-    monkeypatch.setattr(plan_command, "tell", lambda *all_of_it: (told.append(all_of_it), tell(*all_of_it)))
+    shown: list[tuple[Any, dict[str, Any], Console]] = []
+    show = plan_command.show_plan
+    monkeypatch.setattr(plan_command, "show_plan", lambda *all_of_it: (shown.append(all_of_it), show(*all_of_it)))
     wide = Console(file=io.StringIO(), width=400)
     monkeypatch.setattr(plan_command, "new_console", lambda: wide)
     out = tmp_path / "planned"
     plan_command.plan(ROOT / f"configs/runs/{name}.json", WORLD, out)
-    [(found, planned, _)] = told
+    [(found, planned, _)] = shown
     run, cluster = load_run(out / "run.json"), load_cluster(out / "cluster.json")
     words = io.StringIO()
     dried = dry_run.show_forecast(run, cluster, Console(file=words, width=400))

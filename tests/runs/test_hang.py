@@ -17,7 +17,7 @@ import pytest
 from tests.support.process_trees import until
 from tests.support.small_runs import prepare_text, status, write_files
 
-STEPS, BATCH = 160, 4
+STEPS, BATCH = 80, 4
 BUSY_S = 500.0  # until ranks have joined, on a busy machine
 WITHIN_S = 120.0  # twice what is promised, for a busy machine; a collective waits for ten minutes
 

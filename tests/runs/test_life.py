@@ -23,7 +23,7 @@ from tests.support.recorded_life import BAD_RECORD, BATCH, CONFIGS, ENOUGH, RECO
 from tests.support.small_runs import losses
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(1800)]
-EU, US = ("eu-0", "eu-1"), ("us-0",)
+WORKERS = "eu-0", "us-0"
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_every_rank_has_the_environment_of_its_worker(life: Life) -> None:
 
 def test_nothing_acknowledged_was_lost_or_applied_twice(audit: dict[str, Any]) -> None:
     assert audit["acknowledged_updates"] > 10 and audit["snapshots_compared"] >= 2 and audit["server_deaths"] >= 1
-    assert audit["shards"]["processes"] == 4 and audit["shards"]["recoveries_compared"] >= 1
+    assert audit["shards"]["processes"] == 2 and audit["shards"]["recoveries_compared"] >= 1
     for figure in ("applied_twice", "replay_mismatches", "samples_skipped", "samples_twice_uncounted"):
         assert audit[figure] == 0, (figure, *audit["mismatches"])
     assert audit["lost_acknowledged"] == 1  # the false one
@@ -77,11 +77,10 @@ def test_nothing_acknowledged_was_lost_or_applied_twice(audit: dict[str, Any]) -
 def test_what_was_killed_was_started_again(life: Life) -> None:
     events = life.run.events("launcher")
     died = [e["group"] for e in events if e["event"] == "ProcessDied"]
-    assert {group: died.count(group) for group in died} == {"eu": 1, "us-0": 1, "eu.shard-1": 1}
+    assert {group: died.count(group) for group in died} == {"eu": 1, "us-0": 1, "eu.shard-0": 1}
     assert all(e["pause_s"] is not None for e in events if e["event"] == "ProcessDied")
     assert "us-0 failed with exit code" in life.output["stopped"] and "started again in" in life.output["stopped"]
-    members = life.seen["disturbed"].statuses["us"]["members"]
-    assert {name: members[name]["restarts"] for name in US} == {"us-0": 1}
+    assert life.seen["disturbed"].statuses["us"]["members"]["us-0"]["restarts"] == 1
 
 
 def test_the_way_of_an_update_is_followed_through_all_servers(life: Life) -> None:
@@ -120,7 +119,7 @@ def test_the_status_of_a_run_that_trains(life: Life) -> None:
 def test_page_and_metrics_tell_of_every_region(life: Life) -> None:
     page, told = life.page, life.seen["disturbed"].statuses
     assert [member["name"] for member in page["members"]] == ["eu", "us"]
-    assert page["phase"] == "running" and page["tokens"] > 0 and page["points"] and len(page["shards"]) == 2
+    assert page["phase"] == "running" and page["tokens"] > 0 and page["points"] and len(page["shards"]) == 1
     assert "eu" in {member for _, _, _, member, _ in page["marks"]}
     measured = [line for line in life.metrics.splitlines() if line.startswith("geotrain_")]
     for region in ("eu", "us"):
@@ -141,7 +140,7 @@ def test_servers_measure_what_their_events_promise(life: Life) -> None:
         assert all(e["rss_bytes"] > 1e7 and e["disk_free_bytes"] > 0 for e in servers)
         assert sum(e["journal_flushes"] for e in servers) > 0 and max(e["calls"] for e in servers) > 0
     said = set().union(*(e["metrics"] for e in life.run.events("global") if e["event"] == "MemberSampled"))
-    assert said >= {"loss", "workers", "in_flight", "retries", "rss_bytes"}, "a region's heartbeats bring them"
+    assert said >= {"workers", "in_flight", "retries", "rss_bytes"}, "a region's heartbeats bring them"
 
 
 def test_there_is_one_launcher_of_a_run(life: Life) -> None:
@@ -246,8 +245,8 @@ def test_a_finished_run_is_left_alone(life: Life) -> None:
 
 def test_it_learns(life: Life) -> None:
     jobs = losses(life.folder / "run.json")
-    assert {worker for worker, _ in jobs} == {*EU, *US}
-    for worker in (*EU, *US):
+    assert {worker for worker, _ in jobs} == {*WORKERS}
+    for worker in WORKERS:
         mine = [loss for (name, _), loss in sorted(jobs.items()) if name == worker]
         assert min(mine[len(mine) // 2 :]) < 0.8 * mine[0], worker
     found = summary(life)
@@ -256,15 +255,15 @@ def test_it_learns(life: Life) -> None:
     by_export = evaluate(life.run.folder / "export", life.run.folder / "data/validation", 64, sequence)
     assert found["validation_loss_final"] == pytest.approx(by_export, abs=1e-4)
     validated = life.seen["finished"].statuses["global"]["validation"]  # by a worker, of weights not much older
-    assert validated["worker"] in (*EU, *US) and validated["loss"] < 0.8 * found["validation_loss_start"]
+    assert validated["worker"] in WORKERS and validated["loss"] < 0.8 * found["validation_loss_start"]
 
 
 def test_the_summary_adds_up(life: Life) -> None:
     found = summary(life)
     samples = life.seen["finished"].statuses["global"]["committed_samples"]
     assert found["tokens"] == life.run.run.data.sequence_length * samples and found["inner_steps"] == samples // BATCH
-    assert found["data_parallel_bytes"] == 4 * found["parameters"] * (samples // BATCH // 3)
-    assert (found["committed_share"], found["lost_updates"], found["workers"]) == (1.0, 0, 3)
+    assert found["data_parallel_bytes"] == 4 * found["parameters"] * (samples // BATCH // 2)
+    assert (found["committed_share"], found["lost_updates"], found["workers"]) == (1.0, 0, 2)
     assert len(set(found["layouts"].values())) == 2
     assert "emulated links carried" in life.output["finished"]
     told = (life.output["stopped"] + life.output["finished"]).splitlines()  # now and then, while it trains
@@ -276,15 +275,15 @@ def test_the_summary_adds_up(life: Life) -> None:
 
 def test_logs_and_checkpoints_are_where_they_belong(life: Life) -> None:
     folder = life.run.folder
-    shards = [f"{server}.shard-{i}" for server in ("global", "eu") for i in (0, 1)]
-    assert {p.stem for p in (folder / "logs").iterdir()} == {"global", "eu", "us", "wan", *shards, *EU, *US}
+    shards = "global.shard-0", "eu.shard-0"
+    assert {p.stem for p in (folder / "logs").iterdir()} == {"global", "eu", "us", "wan", *shards, *WORKERS}
     assert ": loss " in (folder / "logs/eu-0.log").read_text()
     assert "us-0: joined" in (folder / "logs/us.log").read_text(), "what happens, in words"
     layouts = {
         path.parts[-3]: json.loads(path.read_text())["layout"].get("expert", 1)
         for path in (folder / "checkpoints").glob("*/*/manifest.json")
     }
-    assert layouts == {"eu-0": 1, "eu-1": 1, "us-0": 2}
+    assert layouts == {"eu-0": 1, "us-0": 2}
 
 
 def test_transformers_loads_the_export(life: Life) -> None:

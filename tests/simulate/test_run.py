@@ -97,30 +97,6 @@ def test_a_cluster_without_links_is_refused(tmp_path):
         simulate(RUN, path, step_s=1.0)
 
 
-@pytest.mark.long("benchmarks/studies", "geotrain/simulate", "geotrain/outer/rules")
-def test_goodput_of_a_dying_world_is_what_its_trace_says():
-    from benchmarks.studies.claims.goodput import Failures, elastic_data_parallel, ours, pause_for, quorum_syncer
-    from benchmarks.studies.environments import one_block, synthetic_world
-    from geotrain.config import load_run
-    from geotrain.simulate.links import LinkSpec
-
-    failures = Failures(2_400_000)
-    pause_s = pause_for(failures, 0.58)
-    assert elastic_data_parallel(failures, pause_s) == pytest.approx(0.58)
-    assert 0.85 < quorum_syncer(failures, pause_s, 8) < 0.95  # published: 0.88
-
-    outer = load_run(ROOT / "configs/runs/baselines/region-momentum.json").outer.model_copy(
-        update={"local_steps": 16}
-    )
-    world = synthetic_world(3, 4, 10.0, LinkSpec(10.0, 0.05))
-    # each of 12 workers fails every 20,000 s and is away for 1,000 s: a twentieth, and a little lost training
-    found = ours(outer, one_block(10**8), world, Failures(12, 20_000.0, 1_000.0, seed=3), until_s=200_000.0)
-    assert found["deaths"] == pytest.approx(12 * 200_000 / 21_000, rel=0.2)
-    away = found["deaths"] * 1_000 / (12 * 200_000)
-    assert found["goodput"] == pytest.approx(1 - away - found["lost_share"], abs=0.005)
-    assert 0 < found["lost_share"] < 0.005
-
-
 def test_a_codec_is_tried_both_ways() -> None:
     outer = WhatIf(codec="int8").apply(OuterConfig())
     assert (outer.up.name, outer.down.name, outer.local.name) == ("int8", "int8", "fp32")

@@ -295,6 +295,10 @@ def live(seed: int, work: Kind = befall) -> World:
     folder = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None))
     try:
         world = World(seed, folder, **settings_of(seed))
+        if work is befall:
+            coming = random.Random(f"who comes late in {seed}")  # apart, so that the rest of a life stays
+            at_s = [5.0, 30.0, 120.0]
+            world.late = {name: coming.choice(at_s) for name in (*REGIONS, *HOME) if coming.random() < 0.08}
         world.play(work, WITHIN_S)
         return world
     finally:

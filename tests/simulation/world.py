@@ -157,6 +157,7 @@ class World:
         self.absent: set[str] = set()  # whom others may take for dead
         self.spoiled = range(0)  # samples whose training gives nothing of use
         self.hung: set[str] = set()  # workers that beat, and train nothing
+        self.late: dict[str, float] = {}  # who comes only after so many seconds
         self.struck: set[str] = set()  # workers that may be refused for good
         self.acknowledged: set[tuple[str, str, int, int]] = set()
         made = initial_weights(self.run_config, self.parameter_map, range(len(self.parameter_map.fragments)))
@@ -186,7 +187,10 @@ class World:
 
     async def _play(self, work: Callable[[World], Any], within_s: float) -> None:
         for name in self.processes:
-            self.start(name)
+            if name in self.late:
+                self._start_later(name, self.late[name])
+            else:
+                self.start(name)
         disturbing = asyncio.ensure_future(work(self))
         top, others = self.processes[GLOBAL], [p for p in self.processes.values() if p.name != GLOBAL]
         deadline_s = self.loop.time() + within_s
@@ -235,6 +239,13 @@ class World:
             self.struck.add(name)  # whichever joins later is the present one
             self.note(name, "is started a second time")
             self.start(name)
+
+    def _start_later(self, name: str, seconds: float) -> None:
+        """Start a process after so long: the run may go on, and end, without it."""
+        self.disturb(name)
+        self.absent.add(name)
+        self.note(name, f"comes in {seconds:g} s")
+        self.loop.call_later(seconds, self.start, name)
 
     def start(self, name: str) -> None:
         process = self.processes[name]

@@ -43,7 +43,7 @@ def play(folder: str, name: str, first: int, last: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    from tests.support.inner_worlds import free_ports
+    from geotrain.launch.check import free_ports
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(free_ports(1)[0])

@@ -37,11 +37,11 @@ def keep_masters(engine: Any, folder: str | Path, tag: str, extra: dict[str, Any
     return {**extra, _TAG: tag}
 
 
-def load(engine: Any, folder: str | Path, tag: str | None = None) -> dict[str, Any] | None:
-    """Every rank must call it. Raises CheckpointError."""
+def load(engine: Any, folder: str | Path, tag: str | None = None, opened: Any = None) -> dict[str, Any] | None:
+    """Every rank must call it. opened: Checkpoints in place of those in the folder. Raises CheckpointError."""
     from geotrain.checkpoint.saving import Checkpoints
 
-    with closing(Checkpoints(engine, folder, 1)) as checkpoints:
+    with closing(opened or Checkpoints(engine, folder, 1)) as checkpoints:
         extra = checkpoints.load(tag)
     if extra is not None and (kept := extra.pop(_TAG, None)):
         weights = {p.name: torch.zeros(p.numel) for p in canonical_parameters(engine.architecture)}

@@ -52,6 +52,25 @@ def watched(seen: list[tuple[str, float]]) -> Any:
     return replaced({name: partial(noted, name) for name in SENT})
 
 
+class Later:
+    """A collective that happens when it is waited for: what is used earlier is old."""
+
+    def __init__(self, collective: Callable[[], Any]) -> None:
+        self.wait = collective
+
+
+def delayed() -> Any:
+    def later(real: Any) -> Any:
+        def collective(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+            if not async_op:
+                return real(*args, **kwargs)
+            return Later(lambda: real(*args, **kwargs))
+
+        return collective
+
+    return replaced(dict.fromkeys(("all_to_all_single", "all_gather_into_tensor"), later))
+
+
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[tuple[str, str]]]:
     """Bytes of `Collective.size_bytes` that this rank has to send inside it, by kind and ranks among which."""

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from geotrain.config import (
     AccoConfig,
@@ -24,7 +25,6 @@ from geotrain.config import (
     RunConfig,
     architecture_from_hf,
 )
-from geotrain.launch.check import free_ports
 from geotrain.parameters.parameter_map import StridedSlice, canonical_parameters
 from tests.support.forks import FORKS, preload
 
@@ -53,10 +53,11 @@ def run_world(
 
     lost: ranks that will not answer; their result is None.
     """
-    port = free_ports(1)[0]
+    # It has its port from the start: one that was free before may be taken when rank 0 has imported torch.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answers: Any = FORKS.Queue()
     workers = [
-        FORKS.Process(target=_rank, args=(answers, rank, ranks, port, task, args), daemon=True)
+        FORKS.Process(target=_rank, args=(answers, rank, ranks, store.port, task, args), daemon=True)
         for rank in range(ranks)
     ]
     until = time.monotonic() + deadline_s
@@ -96,8 +97,9 @@ def _others(answers: Any, workers: list[Any]) -> list[str]:
 
 def _rank(answers: Any, rank: int, ranks: int, port: int, task: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0",
+    )  # fmt: skip
     torch.set_num_threads(1)
     gc.freeze()  # what the parent has imported is never collected
     try:

@@ -62,13 +62,9 @@ SPARSE = {
 MODELS: dict[str, dict[str, Any]] = {**DENSE, **SPARSE}
 PACKED = ("packed", "mistral", "gemma2")
 UNLIKE = {
-    "llama": (2, 1),
-    "packed": (2, 1),
-    "qwen2": (1, 2),
-    "qwen_moe": (1, 2),
-    "gemma3": (2, 1),
-    "gpt_oss": (1, 2),
-}  # layers of a pipeline's stages
+    "llama": (2, 1), "packed": (2, 1), "qwen2": (1, 2),
+    "qwen_moe": (1, 2), "gemma3": (2, 1), "gpt_oss": (1, 2),
+}  # fmt: skip  # layers of a pipeline's stages
 
 Value = str | int
 Choice = tuple[str, Value]
@@ -184,25 +180,9 @@ def pairs_of(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 FAMILIES = (
-    LLAMA,
-    QWEN,
-    QWEN2,
-    MISTRAL,
-    SMOLLM3,
-    GRANITE,
-    OLMO2,
-    OLMO3,
-    GEMMA2,
-    GEMMA3,
-    QWEN_MOE,
-    MIXTRAL,
-    GPT_OSS,
-    QWEN2_MOE,
-    QWEN3_NEXT,
-    GRANITE_4,
-    NEMOTRON_3,
-    DEEPSEEK,
-)
+    LLAMA, QWEN, QWEN2, MISTRAL, SMOLLM3, GRANITE, OLMO2, OLMO3, GEMMA2,
+    GEMMA3, QWEN_MOE, MIXTRAL, GPT_OSS, QWEN2_MOE, QWEN3_NEXT, GRANITE_4, NEMOTRON_3, DEEPSEEK,
+)  # fmt: skip
 # Of a drawn model's config.json; what a family does not know, or refuses, is drawn anew.
 DRAWN: dict[str, tuple[Any, ...]] = {
     "num_hidden_layers": (2, 3, 4),

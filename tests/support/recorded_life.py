@@ -1,8 +1,8 @@
 """One life of a run, from a wheel, with all that may happen to one; what it said and left is kept for tests to read.
 
-Two regions over emulated links, with TLS. In `eu` there are two workers, and the server's shards are processes; in
-`us` two ranks divide a model's experts. Its packets are damaged, and a server, a shard and a rank killed; it is
-paused, resumed, drained and stopped, then resumed by `geotrain quickstart`, which exports it.
+Two regions over emulated links, with TLS. In `eu` the server's shards are processes; in `us` two ranks divide a
+model's experts. Its packets are damaged, and a server, a shard and a rank killed; it is paused, resumed, drained and
+stopped, then resumed by `geotrain quickstart`, which exports it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ FAULTS = (
     ),
     Fault("kill", Event("eu-0", "JobTrained", 2), "eu", "server"),
     Fault("kill", Event("us-0", "JobTrained", 2), "us-0", "rank"),
-    Fault("kill", Event("eu", "Joined", 3), "eu.shard-1", "shard"),  # a worker has joined the server's successor
+    Fault("kill", Event("eu", "Joined", 2), "eu.shard-0", "shard"),  # a worker has joined the server's successor
 )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def write_files(folder: Path, samples: int = ENOUGH, pace_s: float = PACE_S) -> 
     raw = json.loads((CONFIGS / "runs/quickstart-moe.json").read_text())
     model = json.loads((CONFIGS / "models/qwen3-moe-tiny.json").read_text())
     model |= {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-    raw |= {"folder": str(folder / "run"), "checkpoint": {"every_jobs": 4, "every_minutes": 0.05}}
+    raw |= {"folder": str(folder / "run"), "checkpoint": {"every_jobs": 4, "every_minutes": 0.1}}
     raw["model"]["config"] = model
     raw["deepspeed"]["bf16"]["enabled"] = processor_has_bf16()  # as `geotrain quickstart` does
     raw["deepspeed"]["scheduler"]["params"] |= LEARNING
@@ -130,11 +130,12 @@ def write_files(folder: Path, samples: int = ENOUGH, pace_s: float = PACE_S) -> 
     cluster = json.loads((CONFIGS / "clusters/local-two-regions-moe.json").read_text())
     links = json.loads((CONFIGS / "clusters/local-wan.json").read_text())
     cluster |= {key: links[key] for key in ("links", "emulate_links")}
-    cluster["global_shards"] = [{}, {}]
+    cluster["global_shards"] = [{}]
     cluster["restart"] = {"limit": 1000, "first_s": 0.5, "longest_s": 4.0}
     eu, us = cluster["regions"]
-    alone = {"parallel": {"expert": 1}, "hosts": [{"host": "localhost", "slots": 1}]}
-    eu |= {"workers": [{"name": name, **alone} for name in ("eu-0", "eu-1")], "shards": [{}, {}]}
+    alone = {"name": "eu-0", "parallel": {"expert": 1}, "hosts": [{"host": "localhost", "slots": 1}]}
+    alone["deepspeed"] = {"train_micro_batch_size_per_gpu": BATCH}  # a step in one: half the processor time
+    eu |= {"workers": [alone], "shards": [{}]}
     us["workers"][0]["env"] = {"NOTE": "two words"}
     for worker in (*eu["workers"], *us["workers"]):
         worker["min_step_s"] = pace_s

@@ -18,10 +18,10 @@ SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 
 
 @contextmanager
-def sshd(folder: Path, port: int) -> Iterator[psutil.Process]:
+def sshd(folder: Path, port: int, own: Path | None = None) -> Iterator[psutil.Process]:
     """A server on the loopback interface that lets in a key of its own; in folder/bin an `ssh` that speaks to it, and
     gives a silent connection up after 2 s, notes the hosts that it is called for in folder/asked, and reaches none of
-    those in folder/lost."""
+    those in folder/lost. own: a folder that each host has for itself, for which folder/disks/<host> stands."""
     assert SSHD and shutil.which("ssh"), "install openssh's client and server"
     for key in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
@@ -32,15 +32,20 @@ def sshd(folder: Path, port: int) -> Iterator[psutil.Process]:
         f"PidFile none\nStrictModes no\nUsePAM no\nAcceptEnv {MARK}\n"
         f"SetEnv PATH={folder}/bin:{os.environ['PATH']}\n"  # from host to host it is the same `ssh`
     )
+    if own is not None:
+        inside = f'mount --bind {folder}/disks/"$HOST" {own} && exec sh -c "$SSH_ORIGINAL_COMMAND"'
+        program(folder / "bin/login", f"#!/bin/sh\nexec unshare -m sh -c '{inside}'\n")
+        with (folder / "sshd_config").open("a") as config:
+            config.write(f"AcceptEnv HOST\nForceCommand {folder}/bin/login\n")
     (folder / "ssh_config").write_text(
         f"Host *\nHostName 127.0.0.1\nPort {port}\nIdentityFile {folder}/user\nIdentitiesOnly yes\n"
         f"UserKnownHostsFile {folder}/known\nStrictHostKeyChecking accept-new\nLogLevel ERROR\n"
-        f"SendEnv {MARK}\n"
+        f"SendEnv {MARK} HOST\n"
     )
     patience = "-o ServerAliveInterval=1 -o ServerAliveCountMax=2"  # the first word for an option counts
     ssh = f"exec {shutil.which('ssh')} -F {folder}/ssh_config {patience}"
     lost = f'! grep -qxF "$word" {folder}/lost 2> /dev/null || exit 255'
-    note = f'echo "$word" >> {folder}/asked; {lost}; break'
+    note = f'echo "$word" >> {folder}/asked; {lost}; export HOST="$word"; break'
     note = f'for word; do case "$word" in *[!a-z0-9.]*) ;; *.*) {note};; esac; done'
     program(folder / "bin/ssh", f'#!/bin/sh\n{note}\n{ssh} "$@"\n')
     with subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "sshd_config"], stderr=subprocess.PIPE) as server:

@@ -149,9 +149,11 @@ def test_a_device_that_is_not_fit_is_in_the_workers_log_and_in_its_output(
     with connected(config, cluster, cluster.workers[0][1], trouble=told.append) as member:
         watch = member.watch_device(CUDA, 3)
         assert until(lambda: told and watch().busy, WITHIN_S)
+        member.device_failed(1, "cuda:1", "its results are wrong")  # as who compares them says
     (log,) = (tmp_path / "events").iterdir()
     events = [record.event for record in map(Record.from_line, log.read_text().splitlines()) if record is not None]
-    (failed,) = [event for event in events if isinstance(event, DeviceFailed)]
+    failed, wrong = [event for event in events if isinstance(event, DeviceFailed)]
+    assert (wrong.rank, wrong.device, wrong.what) == (1, "cuda:1", "its results are wrong")
     assert (failed.rank, failed.device) == (3, "00000000:17:00.0") and "has had 1 uncorrectable" in failed.what
     marked = capfd.readouterr().err.partition(FAILED_MARK)[2].splitlines()[0]
     assert json.loads(marked) == asdict(failed) and told == [

@@ -184,7 +184,7 @@ def try_a_lost_state() -> list[str]:
             for manifest in Path(folder, "w").glob("*/manifest.json"):
                 manifest.write_bytes(b"")
     with mock.patch("os._exit", lambda code: told.append(f"ends with {code}")):
-        trainer.loop.watch._tell({0: "rank 0"}, lost=True)
+        trainer.loop.watch._report({0: "rank 0"}, lost=True)
     stop(engine)
     return [each.replace(folder, "") for each in told]
 

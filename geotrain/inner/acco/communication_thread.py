@@ -67,8 +67,8 @@ class CommunicationThread:
         self._over_nccl = platform.backend() == "nccl"
         self._group = group_like(mesh.dp_group, platform.backend(), timeout)
         self._world = dist.new_group(timeout=timeout, backend="gloo")  # for a few numbers, on the host
-        # NCCL waits for a lost rank without end and does not raise. So before each collective of NCCL, the ranks meet
-        # in a collective of gloo, which has a deadline and raises.
+        # NCCL waits for a lost rank without end and does not raise. So before each collective of NCCL, the ranks
+        # enter one of gloo, which has a deadline and raises.
         self._meeting = group_like(mesh.dp_group, "gloo", timeout) if self._over_nccl else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="acco", initializer=_use_own_device)
         self._stream = torch.cuda.Stream() if platform.HAS_CUDA else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from geotrain.inner.zero.of_deepspeed import update_weights
 from geotrain.inner.zero.optimizer import OverlappedZero1
 from geotrain.parallelism.checks import coded_bits
 from geotrain.parallelism.local_parameters import LocalParameter, tied_copies
-from geotrain.parallelism.mesh import RankMesh, SampleRanks
+from geotrain.parallelism.mesh import RankMesh
 
 with platform.quiet_imports():
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -71,7 +72,8 @@ class GeoEngine(DeepSpeedEngine):
             mpu=mesh,
             dist_init_required=False,
             config=config,
-            config_class=DeepSpeedConfig(config, SampleRanks(mesh.replicas)),
+            # All that it asks of an `mpu`: among how many ranks a batch's samples are divided.
+            config_class=DeepSpeedConfig(config, SimpleNamespace(get_data_parallel_world_size=lambda: mesh.replicas)),
         )
         self.rank, self.dp_rank, self.dp_size = mesh.rank, mesh.replica, mesh.replicas  # of samples
         self.is_metrics_rank = mesh.rank == 0  # the one that reports for the worker
@@ -80,7 +82,7 @@ class GeoEngine(DeepSpeedEngine):
         self._readers: list[Callable[[], None]] = []  # each waits until masters and moments were copied
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
-        """Tell DeepSpeed which ranks divide Megatron-core's experts, and which have the same ones.
+        """Declare to DeepSpeed which ranks divide Megatron-core's experts, and which have the same ones.
 
         It would look in the model for expert layers of its own.
         """
@@ -130,7 +132,7 @@ class GeoEngine(DeepSpeedEngine):
             self.set_gradient_accumulation_boundary(True)
         else:
             # DeepSpeed's hooks reduce gradients during the backward of the micro-batch that it takes for the last
-            # one. It is told that none is, until the partial gradients below are complete.
+            # one. The boundary flag says that none is, until the partial gradients below are complete.
             self.set_gradient_accumulation_boundary(False)
             loss = self._run_schedule(micro_batches, forward_only=False)
             self._sum_partial_gradients()

@@ -258,11 +258,7 @@ def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: ra
 
 
 def _scaled_attention(
-    kind: Any,
-    architecture: Architecture,
-    softmax_scale: float | None,
-    index: int,
-    **settings: Any,
+    kind: Any, architecture: Architecture, softmax_scale: float | None, index: int, **settings: Any
 ) -> nn.Module:
     """Build a layer's core attention. YaRN's factor is one of queries and keys that are rotated by it, so a layer
     that rotates none, or by the plain embedding, has the plain scale. index: of the layer."""
@@ -302,7 +298,7 @@ def build_model(
             ["".join(_letters(architecture, parallel, stage)) for stage in range(parallel.pipeline)],
             vocab_size=rows * parallel.tensor,
             max_sequence_length=sequence_length,
-            pre_process=mesh.is_first_stage,
+            pre_process=mesh.pp_rank == 0,
             post_process=mesh.is_last_stage,
             parallel_output=True,
             share_embeddings_and_output_weights=architecture.tied_embeddings,

@@ -1,10 +1,11 @@
-"""The process groups of one worker: how its ranks meet, and Megatron-core's groups."""
+"""The process groups of one worker: its ranks' rendezvous, and Megatron-core's groups."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from datetime import timedelta
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ class LostRank(RuntimeError):
 def lost_rank(error: RuntimeError) -> str | None:
     """Describe in a line which collective failed and how; None if the error is not from a collective.
 
-    Over gloo torch raises a plain RuntimeError, which only its text tells from others.
+    Over gloo torch raises a plain RuntimeError, which only its text distinguishes from others.
     """
     if isinstance(error, LostRank):
         return str(error)
@@ -76,12 +77,20 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> RankMesh:
             pipeline_model_parallel_size=parallel.pipeline,
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
+            num_distributed_optimizer_instances=parallel.sites,
             distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
             create_gloo_process_groups=False,
         )
     # In it ranks agree on what one of them may still wait for from a server.
     control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=OUTAGE_S + timeout_s))
     _control_groups.append(control_group)
+    dp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    expert_dp_group, levels = parallel_state.get_expert_data_parallel_group(), {}
+    if parallel.sites > 1:
+        across = parallel_state.get_inter_distributed_optimizer_instance_group()
+        inside = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+        experts = parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True)
+        levels = {dp_group: (inside, across), expert_dp_group: (experts, across)}
     mesh = RankMesh(
         rank=dist.get_rank(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -94,20 +103,21 @@ def initialize(parallel: ParallelConfig, timeout_s: float) -> RankMesh:
         dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         dp_size=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
-        dp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        dp_group=dp_group,
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         model_group=parallel_state.get_model_parallel_group(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         ep_size=parallel.expert,
         ep_group=parallel_state.get_expert_model_parallel_group(),
-        expert_dp_group=parallel_state.get_expert_data_parallel_group(),
+        expert_dp_group=expert_dp_group,
         embedding_group=parallel_state.get_embedding_group(check_initialized=False),
+        levels=levels,
         control_group=control_group,
     )
     # A group's first collective makes its communicator, and all its ranks must come to that. So they do here, kind by
     # kind; else the first would be a message between two stages, or a collective that another thread holds up.
     every = (dist.group.WORLD, mesh.tp_group, mesh.dp_group, mesh.pp_group, mesh.model_group, mesh.embedding_group)
-    for group in (*every, mesh.ep_group, mesh.expert_dp_group):
+    for group in (*every, mesh.ep_group, mesh.expert_dp_group, *chain(*levels.values())):
         if group is not None and group.size() > 1:
             dist.all_reduce(torch.zeros(1, device=platform.device()), group=group)
     return mesh

@@ -44,10 +44,7 @@ class OwnedShard:
 
 
 def owned_shards(
-    placed: Iterable[tuple[nn.Parameter, LocalParameter]],
-    optimizer: Any,
-    partitioned: bool,
-    mesh: RankMesh,
+    placed: Iterable[tuple[nn.Parameter, LocalParameter]], optimizer: Any, partitioned: bool, mesh: RankMesh
 ) -> tuple[OwnedShard, ...]:
     """Find the shards of this rank, in canonical order.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,13 +40,15 @@ class Bucket:
 
     A reduction leaves the sum over the group in the owner's gradients; those of other owners are undefined from then
     on. A gathering brings each owner's weights to all. Both are begun and finished apart: in between they travel.
+    Where the group's ranks are in several sites, a reduction goes on in two levels: inside each site a rank gets the
+    sums of what those in its place own in any site, then these exchange sums; a gathering goes the other way.
     changed: the parameters whose weights other ranks do not have; a gathering brings these, and no others.
     by_codes: whether the next gathering brings coded changes of all weights, and not the changed ones themselves.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        levels: Sequence[dist.ProcessGroup],
         gradients: Sequence[Sequence[Tensor]],
         weights: Mapping[nn.Parameter, Sequence[tuple[int, Tensor]]],
         wire: torch.dtype,
@@ -54,8 +57,9 @@ class Bucket:
         flat: tuple[Tensor, Tensor] | None = None,
         codes: BucketCodes | None = None,
     ) -> None:
-        """Describe a bucket of the ranks in `group`.
+        """Describe a bucket.
 
+        levels: the group; where its ranks are in several sites also the two that `RankMesh.levels` has of it.
         gradients: by owner, the 1-D views of its part. weights: by parameter, (owner, 1-D view) of its parts, as
         `owned_parts` gives them. wire: the type in which gradients travel.
 
@@ -67,12 +71,13 @@ class Bucket:
         self.waits_for = 0  # parameters whose gradients are not complete
         self.changed: set[nn.Parameter] = set()
         self.codes, self.by_codes = codes, False
+        group, *self._levels = levels
         self._group, self._rank, self._ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        self._each = dist.get_world_size(self._levels[0]) if self._levels else self._ranks
         self._gradients, self._weights, self._wire, self._flat = gradients, weights, wire, flat
-        self._sizes = [sum(view.numel() for view in views) for views in gradients]
-        # Collectives under way, each with what then puts where it belongs what has arrived.
-        self._reducing: tuple[Any, Callable[[], None]] | None = None
-        self._gathering: tuple[Any, Callable[[], None]] | None = None
+        # What is left of collectives under way: to wait, and to put where it belongs what has arrived.
+        self._reducing: list[Callable[[], object]] = []
+        self._gathering: list[Callable[[], object]] = []
 
     def parts(self, parameter: nn.Parameter) -> Sequence[tuple[int, Tensor]]:
         """(owner, 1-D view) of the parts of one of its parameters' weights."""
@@ -95,7 +100,7 @@ class Bucket:
             for rank, part in enumerate(arrived.view(self._ranks, own)):
                 codes.decode(part, reduced, first=rank == 0)
 
-        self._reducing = self._exchanged(arrived, sent, own, sizes), put
+        self._reducing += [_exchanged(arrived, sent, own, sizes, self._group).wait, put]
 
     def move_residuals(self) -> None:
         """Move to the owners what codes lost of gradients on all ranks; it is then theirs to send."""
@@ -107,52 +112,67 @@ class Bucket:
                     torch._foreach_zero_(list(views))
 
     def _reduce_values(self, wire: torch.dtype) -> None:
-        sizes, own = self._sizes, self._sizes[self._rank]
-        if self._flat is None:
-            sent = _joined([view for views in self._gradients for view in views], wire)
-        else:
-            sent = self._flat[0].to(wire)
-        if self._flat is not None and platform.backend() == "nccl":
+        alike = [self._gradients[place :: self._each] for place in range(self._each)]  # by place, then by site
+        parts = [[view for views in of_place for view in views] for of_place in alike]
+        inside, *across = self._levels or (self._group,)
+        self._sum(inside, parts, wire)
+        self._reducing += [partial(self._sum, group, alike[self._rank % self._each], wire) for group in across]
+
+    def _sum(self, group: dist.ProcessGroup, parts: Sequence[Sequence[Tensor]], wire: torch.dtype) -> None:
+        """Begin to sum over a group each rank's part."""
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        sizes = [sum(view.numel() for view in views) for views in parts]
+        own, flat = sizes[rank], self._flat if group is self._group else None
+        if not any(sizes):
+            return
+        sent = flat[0].to(wire) if flat else _joined([view for views in parts for view in views], wire)
+        if flat and platform.backend() == "nccl":
             arrived = sent.new_empty(own)
-            work = ds_comm.reduce_scatter_fn(arrived, sent, group=self._group, async_op=True)
+            work = ds_comm.reduce_scatter_fn(arrived, sent, group=group, async_op=True)
         else:
             # Parts of unequal size have no reduce-scatter, and gloo's is an all-reduce, which sends twice the bytes.
             # So each rank gets every other's summands of its part, and sums them itself.
-            arrived = sent.new_empty(self._ranks * own)
-            work = self._exchanged(arrived, sent, own, sizes)
+            arrived = sent.new_empty(ranks * own)
+            work = _exchanged(arrived, sent, own, sizes, group)
 
         def put() -> None:
+            work.wait()
             total = arrived
             if total.numel() != own:
-                total = total.view(self._ranks, own).sum(0, dtype=torch.float32)
-            _spread(total, self._gradients[self._rank])
+                total = total.view(ranks, own).sum(0, dtype=torch.float32)
+            _spread(total, parts[rank])
 
-        self._reducing = work, put
-
-    def _exchanged(self, arrived: Tensor, sent: Tensor, own: int, sizes: list[int]) -> Any:
-        return ds_comm.all_to_all_single(arrived, sent, [own] * self._ranks, sizes, group=self._group, async_op=True)
+        self._reducing.append(put)
 
     def _new_codes(self, count: int) -> Tensor:
         return next(view for views in self._gradients for view in views).new_empty(count, dtype=torch.uint8)
 
+    def reduce_across(self) -> None:
+        """Go on between sites with a reduction that was begun, once it is done inside them."""
+        if self._levels and len(self._reducing) == 2:
+            _finish([self._reducing.pop(0), self._reducing.pop(0)])
+
     def finish_reduction(self) -> None:
         """Wait for the reduction, if one was begun."""
-        if self._reducing is not None:
-            (work, put), self._reducing = self._reducing, None
-            work.wait()
-            put()
+        _finish(self._reducing)
 
     def begin_gathering(self) -> None:
         (changed, self.changed), (by_codes, self.by_codes) = (self.changed, set()), (self.by_codes, False)
         if self._ranks == 1 or not changed:
             return
+        parts = (part for parameter, parts in self._weights.items() if parameter in changed for part in parts)
         if by_codes:
             self._gather_changes()
+        elif self._levels:
+            (inside, across), each, held = self._levels, self._each, list(parts)
+            alike = [(owner // each, view) for owner, view in held if owner % each == self._rank % each]
+            self._gathering = [PartGathering(alike, across).wait] if alike else []
+            # Begun once those of the other sites are here.
+            self._gathering.append(lambda: PartGathering([(o % each, view) for o, view in held], inside).wait())
         elif self._flat is not None and len(changed) == len(self._weights):
-            self._gathering = self._gathered_flat(self._flat[1]), _nothing
+            self._gathering = [self._gathered_flat(self._flat[1]).wait]
         else:
-            parts = (part for parameter, parts in self._weights.items() if parameter in changed for part in parts)
-            self._gathering = PartGathering(parts, self._group), _nothing
+            self._gathering = [PartGathering(parts, self._group).wait]
 
     def _gather_changes(self) -> None:
         assert self.codes is not None
@@ -167,21 +187,24 @@ class Bucket:
                 codes.change(part, views)
 
         work = PartGathering(enumerate(parts), self._group) if self._flat is None else self._gathered_flat(whole)
-        self._gathering = work, change
+        self._gathering = [work.wait, change]
 
     def _gathered_flat(self, flat: Tensor) -> Any:
         return ds_comm.allgather_fn(flat, flat.chunk(self._ranks)[self._rank], group=self._group, async_op=True)
 
     def finish_gathering(self) -> None:
         """Wait for the gathering, if one was begun."""
-        if self._gathering is not None:
-            (work, put), self._gathering = self._gathering, None
-            work.wait()
-            put()
+        _finish(self._gathering)
 
 
-def _nothing() -> None:
-    """Do nothing: what has arrived is where it belongs."""
+def _finish(left: list[Callable[[], object]]) -> None:
+    """Do what is left, and forget it."""
+    while left:
+        left.pop(0)()
+
+
+def _exchanged(arrived: Tensor, sent: Tensor, own: int, sizes: list[int], group: dist.ProcessGroup) -> Any:
+    return ds_comm.all_to_all_single(arrived, sent, [own] * len(sizes), sizes, group=group, async_op=True)
 
 
 class PartGathering:

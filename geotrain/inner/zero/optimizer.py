@@ -100,7 +100,7 @@ class OverlappedZero1(BF16_Optimizer):
         # By the optimizer's tensor: what codes lost of this rank's part of the gradients, once it was moved here.
         own = zip(self.fp32_groups_flat_partition, self.fp32_groups_gradient_flat_partition, self._coded, strict=True)
         self.residuals: dict[int, Tensor] = {id(master): part for master, part, coded in own if coded}
-        buckets = self._make_buckets(placed, wire, bucket)
+        buckets = self._make_buckets(placed, wire, bucket, mesh)
         # The same order on all ranks, that of forward. Gradients come in the opposite one.
         self._forward = sorted(buckets, key=lambda bucket: bucket.position)
         self._backward = sorted(buckets, key=lambda bucket: (bucket.late, -bucket.position))
@@ -122,7 +122,7 @@ class OverlappedZero1(BF16_Optimizer):
         """Do nothing: DeepSpeed calls it at construction, and the hooks here need what is made after that."""
 
     def _make_buckets(
-        self, placed: Sequence[tuple[nn.Parameter, LocalParameter]], wire: torch.dtype, size: int
+        self, placed: Sequence[tuple[nn.Parameter, LocalParameter]], wire: torch.dtype, size: int, mesh: RankMesh
     ) -> list[Bucket]:
         position = {parameter: i for i, (parameter, _) in enumerate(placed)}
         buckets = []
@@ -153,7 +153,8 @@ class OverlappedZero1(BF16_Optimizer):
                     codes = BucketCodes(self._codes[0], self._codes[1], reduced, held, wanted)
                 flat = (gradients, weights) if whole else None
                 late = bool(settings.get("late"))
-                bucket = Bucket(group_of_ranks, sums, parts, wire, late, position[chunk[0]], flat, codes)
+                levels = group_of_ranks, *mesh.levels.get(group_of_ranks, ())
+                bucket = Bucket(levels, sums, parts, wire, late, position[chunk[0]], flat, codes)
                 buckets.append(bucket)
                 for p in chunk:
                     begin = offsets[p]
@@ -185,7 +186,7 @@ class OverlappedZero1(BF16_Optimizer):
         """Add a parameter's gradient of one micro-batch, and reduce a bucket that is complete; a hook of autograd."""
         computed, parameter.grad = parameter.grad, None
         assert computed is not None
-        if gradient.times == 0 and gradient.bucket.codes is None:  # what an earlier step left there is of no use
+        if gradient.times == 0 and gradient.bucket.codes is None:  # what an earlier step left there does not count
             gradient.sum.copy_(computed)
         else:
             gradient.sum.add_(computed)
@@ -203,6 +204,8 @@ class OverlappedZero1(BF16_Optimizer):
             if len(self._travelling) == BUCKETS_IN_FLIGHT:
                 self._travelling.popleft().finish_reduction()
             with torch.no_grad():
+                if self._travelling:
+                    self._travelling[-1].reduce_across()
                 bucket.begin_reduction()
             self._travelling.append(bucket)
             self._launched += 1

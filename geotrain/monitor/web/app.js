@@ -92,8 +92,10 @@ function health(state, late_ms) {
   if (late_ms > 4000) return pill("bad", `the global server has not answered for ${span(late_ms / 1000)}; this is what was known`);
   if (left.length === state.members.length) return pill("good", isTrained(state) ? "finished: all tokens are trained" : "ended: all have left");
   if (lost.length) return pill("bad", `${list(lost)} ${lost[0].state} for ${span(state.now_s - Math.min(...lost.map((m) => m.since_s)))}; ${up(state)} go on`);
-  if (state.server && state.server.disk_total_bytes && state.server.disk_free_bytes < 0.05 * state.server.disk_total_bytes) {
-    return pill("bad", `the global server's disk is nearly full: ${bytes(state.server.disk_free_bytes)} left`);
+  // Two snapshots and the journal between them take about three times the server's memory; a large disk has room for many.
+  const { disk_free_bytes: free, disk_total_bytes: total, rss_bytes: memory } = state.server ?? {};
+  if (total && free < 0.05 * total && free < 4 * memory) {
+    return pill("bad", `the global server's disk is nearly full: ${bytes(free)} left`);
   }
   const down = state.shards.filter((v) => !v.up).map((v) => `the global server's shard ${v.shard}`);
   down.push(...state.members.filter((m) => m.metrics.shards_down).map((m) => `${m.metrics.shards_down} of the shards of ${m.name}`));

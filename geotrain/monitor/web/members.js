@@ -53,7 +53,7 @@ function row({ now_s, facts }, m, own, pace, ticks) {
       <path fill="none" stroke="${own}" stroke-width="1.5" vector-effect="non-scaling-stroke" d="${spark}"/></svg>
       <b>${stale.length ? Math.max(...stale) : "–"}</b></div>
     <div class="c-link">↑ ${bytes(m.received_bytes_per_s)}/s   ↓ ${bytes(m.sent_bytes_per_s)}/s</div>
-    <div class="right under c-heard">${m.state === "left" || m.silent_s === null ? "–" : `${span(m.silent_s)} ago`}</div></div>` };
+    <div class="right under c-silent">${m.state === "left" || m.silent_s === null ? "–" : `${span(m.silent_s)} ago`}</div></div>` };
 }
 
 function shareTip(m, { worker, server }) {

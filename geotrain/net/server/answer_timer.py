@@ -60,6 +60,7 @@ class AnswerTimer:
     async def _say_due(self, name: str, fragment: int, wait_s: float) -> None:
         await asyncio.sleep(max(0.0, wait_s - self.took_s))
         began_s = self.times.clock()
+        # It may be answered by now, and a message costs a flush of the journal.
         if await self.server_thread.read(partial(self._waits, name, fragment)):
             with suppress(Refused):  # of no member any more
                 await self.server_thread.persist(AnswersDue((name,), fragment))

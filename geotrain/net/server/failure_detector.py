@@ -99,11 +99,11 @@ class FailureDetector:
         It asks the server's thread once, however many members there are.
         """
         server, now_s = self.server_thread.server, self.clock()
-        # If this process itself was stopped meanwhile (as by SIGSTOP, or with its machine), it could not hear the
-        # members. That time does not count against them, nor that in which they cannot join, as a shard is away.
+        # If this process itself was stopped meanwhile (as by SIGSTOP, or with its machine), it received nothing
+        # from members. That time does not count against them, nor that in which they cannot join, as a shard is away.
         late_s = now_s - due_s + (0.0 if self.ready() else self.silent_s / 8)
         if late_s > self.silent_s / 8 or not self.ready():
-            self._alive_s = {rank: heard_s + late_s for rank, heard_s in self._alive_s.items()}
+            self._alive_s = {rank: alive_s + late_s for rank, alive_s in self._alive_s.items()}
             self._progress = {name: (seen, since_s + late_s) for name, (seen, since_s) in self._progress.items()}
         self._sorted_s = sorted(self._usual_s.values())
         # A member may have spoken while the server's thread was busy: it is judged by what came until now.

@@ -124,6 +124,7 @@ class GrpcService:
             self._standing, self._facts,
         )  # fmt: skip
         handlers = {call.__name__[1:]: self._handled(call) for call in calls}
+        # Leases, goodbyes and shards' own calls are the ledger's.
         handlers = {name: call for name, call in handlers.items() if self.server.ledger or name in OF_SHARDS}
         if self._enroll is not None:
             handlers[ENROLL] = self._enroll
@@ -202,6 +203,7 @@ class GrpcService:
         # Not wanted is, for example, an update that was applied before: its acknowledgement was lost.
         wanted = await self._judged(part, self.server_thread.read(lambda: self.server.intake.admit(part)))
         if wanted:
+            # Behind the check: a stream that nobody wants ends none that is under way.
             await self._only_one(part.member, part.part)
             kept = self.uploads.take((part.member, part.part), reader)
             reader = kept if resumed else reader
@@ -229,7 +231,7 @@ class GrpcService:
         return reader
 
     async def _resume(self, context: Any, resume: rpc.Resume) -> None:
-        """Tell the rank how many data frames of its update have arrived.
+        """Answer the rank how many data frames of its update have arrived.
 
         An older stream of the rank is ended first, because its connection may have broken without this end noticing.
         """
@@ -297,6 +299,7 @@ class GrpcService:
             return "ask again" if self.server.lease_is_due(worker) else None
 
         def asked() -> LeaseRequest:
+            # At each attempt: lengths are steered by when a request was made here (`LeaseTable`, together).
             return replace(ask.request, at_s=time.time())
 
         lease = await self._judged(ask, self.server_thread.say(asked()))
@@ -316,8 +319,8 @@ class GrpcService:
         if not release.release.failed or self.server.member_role == "region":
             await self.server_thread.say(replace(release.release, leases=tuple(mine)))
         elif mine:  # each of the worker's ranks may say so; it is refused once
-            about, job = (release.member, release.incarnation), max(lease.job for lease in mine.values())
-            await self.server_thread.say(UpdateRejected(*about, NOT_FINITE, job=job))
+            job = max(lease.job for lease in mine.values())
+            await self.server_thread.say(UpdateRejected(release.member, release.incarnation, NOT_FINITE, job=job))
         return wire.pack(rpc.Ack())
 
     async def _takeback(self, request: bytes, context: Any) -> bytes:
@@ -359,6 +362,7 @@ class GrpcService:
         ranks = ranks if incarnation == leave.incarnation else set()
         ranks.add(leave.part)
         self._leaving[leave.member] = leave.incarnation, ranks
+        # With its last rank: others of it may have something to send until then.
         if not member.left and ranks >= set(range(member.parts)):
             await self.server_thread.say(Leave(leave.member))
         if not await self.server_thread.until(lambda: member.left or None, rpc.MAX_WAIT_S):

@@ -78,6 +78,7 @@ class ProcessHost(ABC):
             await self._end()
         finally:
             listening.unlink(missing_ok=True)
+            # In this order: no call to a thread that has ended, no write to a journal that is closed.
             await self.service.stop(self._linger_s())
             self.server_thread.close()
             self._disk.shutdown()
@@ -157,9 +158,8 @@ class ProcessHost(ABC):
         # One snapshot at a time: the one before may still be written, if its caller was cancelled.
         if wait(self._writing, timeout=LAST_WRITE_S).not_done:
             raise StoreError(f"{self.folder}: the snapshot before is still being written")
-        owner = replace(self.setup.owner, origin=self.server.origin)
-        how = ended, self.setup.launch, owner
-        frozen, meta = begin_snapshot(self.server, self.store, self.journal, *how)
+        owner, launch = replace(self.setup.owner, origin=self.server.origin), self.setup.launch
+        frozen, meta = begin_snapshot(self.server, self.store, self.journal, ended, launch, owner)
         self._writing = [self._disk.submit(self._finish_snapshot, frozen, meta)]
         return self._writing[0]
 

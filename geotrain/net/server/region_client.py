@@ -126,7 +126,9 @@ class RegionClient:
                 if not (self.server.gone and isinstance(first, Unreachable)):
                     raise first from None
                 # Nothing of it is on its way. Should the global server live after all, it counts it as dead in time.
-                log.warning("%s: nobody heard its goodbye; the global server has ended: %s", self.server.name, first)
+                log.warning(
+                    "%s: its goodbye is not acknowledged; the global server is gone: %s", self.server.name, first
+                )
                 await self.server_thread.persist(Leave(self.server.name))
             self.connected, within_s = False, GOODBYE_S if self.server.gone else FOREVER_S
 
@@ -253,6 +255,7 @@ class RegionClient:
                 if isinstance(refused, NotJoined) or isinstance(message, Join):
                     raise
                 log.error("the global server refuses %s: %s", message, refused.reason)
+            # Perhaps not the first any more: `deliver` sorts requests by job.
             lane.remove(message)
             for each in self._said.values() if lane is first else ():
                 each.stirred.set()

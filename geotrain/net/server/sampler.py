@@ -20,13 +20,11 @@ from geotrain.monitor.events import (
     ShardSampled,
     WaitsChanged,
 )
-from geotrain.monitor.registry import LIVE
 from geotrain.net.server.grpc_service import GrpcService
 from geotrain.net.server.region_client import RegionClient
 from geotrain.net.server.server_thread import ServerThread
 from geotrain.net.transport.tcp_counters import Traffic
 from geotrain.outer.server.liveness import Liveness
-from geotrain.outer.server.region_server import mean_metrics
 
 LOOK_S = 1.0  # time between two looks at members and waits
 REPORTED_AFTER_S = 10.0  # shorter waits are usual, and no event reports them
@@ -70,7 +68,7 @@ class Sampler:
                 woke_s = time.monotonic()
                 await asyncio.sleep(LOOK_S)
                 if time.monotonic() - woke_s > LOOK_S + self.service.failure_detector.missed_s / 2:
-                    continue  # this process itself was stopped meanwhile and could not hear the members
+                    continue  # this process itself was stopped meanwhile and received nothing from members
                 self.look()
                 before, self._workers = self._workers, [beat.get("workers") for beat in self.service.beats.values()]
                 if time.monotonic() - self._sampled_s >= self.sample_s or before != self._workers:
@@ -135,13 +133,12 @@ class Sampler:
         return self.service.shards.status() if self.service.shards else []
 
     def metrics(self) -> dict[str, float]:
-        """Collect the numbers that a region's heartbeat carries to the global server."""
+        """Collect what a region's heartbeat carries to the global server: what its server measures. Its workers'
+        numbers come with its updates."""
         status, measured = self.server_thread.status, self._measured()
-        here = [m for name, m in status["members"].items() if self._states.get(name, Liveness.AWAY).reachable]
         return {
-            **mean_metrics([{name: m[name] for name in LIVE if name in m} for m in here]),
             **{name: float(getattr(measured, name)) for name in IN_HEARTBEATS},
-            "workers": float(len(here)),
+            "workers": float(sum(state.reachable for state in self._states.values())),
             "region_version": float(max(status["versions"], default=0)),
             "refused_workers": float(sum(m["refused"] for m in status["members"].values())),
             "lost_workers": float(sum(state.missing for state in self._states.values())),

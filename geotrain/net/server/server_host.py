@@ -182,10 +182,11 @@ class ServerHost(ProcessHost):
         await self._note(Stopped())
         if whole:
             await self._last_upload()
+        # One that was stopped has not ended: its shards wait for its next incarnation.
         if self.shards is not None and not self.stop.is_set():
             self.doing = "its shards, to acknowledge that it has ended"
-            deaf = await first_of(self.stop.wait(), self.shards.farewell(FAREWELL_S))
-            for shard in [] if self.stop.is_set() else deaf:
+            unacknowledged = await first_of(self.stop.wait(), self.shards.farewell(FAREWELL_S))
+            for shard in [] if self.stop.is_set() else unacknowledged:
                 self.report(
                     f"{self.server.name}: shard {shard} has not acknowledged that the server has ended: stop it"
                 )
@@ -342,6 +343,7 @@ class ServerHost(ProcessHost):
 
     async def _snapshot(self, ended: bool = False) -> str:
         async with self.saving:
+            # Before the state is frozen: what comes meanwhile counts for the next snapshot.
             began_s, updates = time.monotonic(), self._updates()
             place = await self._written(await self._save(ended))
             self.saved_updates, self.saved_s = updates, began_s
@@ -352,6 +354,7 @@ class ServerHost(ProcessHost):
     def _begin_snapshot(self, ended: bool) -> Future[int]:
         begun = super()._begin_snapshot(ended)
         self.carried_bytes = self.journal.segment_bytes
+        # On the server's thread, between two messages: those of the frozen state.
         versions = self.server.own_versions
         begun.add_done_callback(lambda done: done.exception() or self.safe.update({done.result(): versions}))
         return begun

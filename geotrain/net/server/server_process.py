@@ -98,10 +98,9 @@ def part_of(run: RunConfig, cluster: ClusterConfig, server: str, shard: int | No
 
 def global_server(run: RunConfig, cluster: ClusterConfig, part: ServerPart = WHOLE) -> GlobalServer:
     parameter_map, regions = parameter_map_of(run), Topology(run, cluster).regions
-    samples = run.data.train_samples, run.samples_per_step
-    numbers = run.monitor.validate_every_samples, run.data.sequence_length
     return GlobalServer(
-        identity_of(run, parameter_map), parameter_map, run.outer, regions, *samples, *numbers, part,
+        identity_of(run, parameter_map), parameter_map, run.outer, regions, run.data.train_samples,
+        run.samples_per_step, run.monitor.validate_every_samples, run.data.sequence_length, part,
         run.data.rampup_batch_size,
     )  # fmt: skip
 

@@ -184,6 +184,7 @@ class ServerThread:
     def _run(self) -> None:
         held: _Work | None = None  # taken from the queue, but must be alone: it is the next group
         while (work := held or self._queue.get()) is not None:
+            # What came while the last group was at work. Nothing waits for a fuller one.
             group, held, closing = [work], None, False
             while not (work.alone or held or closing or len(group) == GROUP or self._queue.empty()):
                 more = self._queue.get()
@@ -226,6 +227,7 @@ class ServerThread:
 
     def _follow(self) -> None:
         """See to those who wait for what a message has changed, then do what it has made due."""
+        # First those who wait: a worker's answer leaves before the region's own update is made.
         self._look()
         self._changed = True
         try:
@@ -291,12 +293,12 @@ class ServerThread:
 
     @property
     def refuses(self) -> bool:
-        """Whether there is no room on the disk. Nobody can tell while nothing is written; but whoever was refused
+        """Whether there is no room on the disk. It is not known while nothing is written; but whoever was refused
         comes again within FULL_RETRY_S."""
         return self.full is not None and time.monotonic() - self._full_s < 4 * FULL_RETRY_S
 
     def _note_room(self, full: JournalFull | None) -> None:
-        """Tell people at the beginning and at the end of a time in which messages did not fit on the disk.
+        """Report the beginning and the end of a time in which messages did not fit on the disk.
 
         Small messages may still fit while others do not. So the time has ended when none was refused for a while.
         """
@@ -315,17 +317,18 @@ class ServerThread:
         replies = list[Any]()
         self._changed = True
         for message in messages:
+            # What one message makes due is done before the next, as a replay does it (`Server.take`).
             if replies:
                 self._go_on()
-            replies.append(self._tell(self.server.take(message)))
+            replies.append(self._hand_out(self.server.take(message)))
         if time.perf_counter() >= self._status_due_s:
             self._make_status()
         return replies
 
     def _go_on(self) -> None:
-        self._tell(self.server.go_on())
+        self._hand_out(self.server.go_on())
 
-    def _tell(self, handled: Handled) -> Any:
+    def _hand_out(self, handled: Handled) -> Any:
         for event in handled.events:
             self.write_event(event)
         if handled.sends:

@@ -82,6 +82,7 @@ class ShardTable:
             )
         if hello.origin and server.origin and hello.origin != server.origin:
             raise Refused(f"shard {shard} of {server.name!r}: its state is of another run than its ledger's")
+        # One at a time: a second hello of one process must not begin it again.
         async with self._beginning[shard]:
             if not hello.seen and hello.incarnation != self._incarnations.get(shard):
                 await self._begin(hello)
@@ -149,6 +150,7 @@ class ShardTable:
         return shard in self._hellos and time.monotonic() - self._hellos[shard][0] < MISSED_S
 
     def _packed(self) -> bytes:
+        # Made once for all shards that ask after the same message.
         looks, ending, packed = self._made
         if (looks, ending) != (self.server_thread.looks, self.ending):
             packed = wire.pack(replace(self.server.stand(), ended=self.ending))
@@ -190,6 +192,7 @@ class ShardLink:
                 continue
             frame, standing = reply
             if self._seen != wire.crc_of(frame):
+                # In the journal before it is confirmed by the next hello: a shard that dies between asks again.
                 await self.server_thread.persist(standing)
                 self._seen = wire.crc_of(frame)
             if standing.ended:
@@ -228,7 +231,7 @@ class ShardLink:
                 await self.server_thread.read(partial(self.server.as_shard.known, known))
 
     async def farewell(self) -> None:
-        """Tell the ledger that this shard knows, and ends."""
+        """Acknowledge the end to the ledger: this shard ends."""
         self._channel = open_channel(aio, self.address, self.trust, CHANNEL_OPTIONS)
         try:
             async with asyncio.timeout(GOODBYE_S):

@@ -8,7 +8,7 @@ Plain files, `<folder>/<segment>.journal`; records are numbered through all segm
              the message's frames as on the wire, each behind its length (4); every frame has its own checksum
 
 `durable` is the number of the newest record known to be on disk. It is written after each flush, so it reaches the
-disk with the next flush at the latest; if only the process dies, it is exact. It tells two kinds of damage apart. A
+disk with the next flush at the latest; if only the process dies, it is exact. It distinguishes two kinds of damage. A
 torn tail has only records behind `durable`, which were never acknowledged: it is cut off and reported. A damaged
 record that was acknowledged stops the server, because going on would silently lose it.
 
@@ -215,8 +215,8 @@ class Journal:
             try:
                 os.fdatasync(self._file.fileno())
             except OSError:
-                # The next incarnation would read these records from the kernel's cache and take them for safe. Nobody
-                # was told that they are, so they may go.
+                # The next incarnation would read these records from the kernel's cache and take them for safe. No
+                # acknowledgement was sent for them, so they may go.
                 with suppress(OSError):
                     self._file.truncate(self._durable_bytes)
                 raise

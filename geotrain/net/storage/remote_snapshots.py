@@ -19,9 +19,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import fsspec
 
@@ -116,11 +116,16 @@ class RemoteSnapshots:
         with self._faults("cannot be written"):
             self._files.pipe_file(self._path(checkpoint_id, DAMAGED), why.encode())
 
-    def owner(self, checkpoint_id: str) -> Owner | None:
-        """Read whose state a copy is; None: it does not say. Raises also DamagedSnapshot."""
+    def meta(self, checkpoint_id: str) -> dict[str, Any]:
+        """Read the JSON part of a copy. Raises also DamagedSnapshot."""
         with self._faults("cannot be read"):
             content: bytes = self._files.cat_file(self._path(checkpoint_id, META))
-            return Owner.of(checked_meta(content, f"{self.url}/{checkpoint_id}")["meta"])
+            found: dict[str, Any] = checked_meta(content, f"{self.url}/{checkpoint_id}")["meta"]
+            return found
+
+    def owner(self, checkpoint_id: str) -> Owner | None:
+        """Read whose state a copy is; None: it does not say. Raises also DamagedSnapshot."""
+        return Owner.of(self.meta(checkpoint_id))
 
     def check_owner(self, own: Owner) -> str:
         """Raise OtherOwnerError if the newest whole copy is somebody else's. Returns its checkpoint id; "": there is
@@ -321,13 +326,22 @@ def number_of(checkpoint_id: str) -> int:
     return int(checkpoint_id.partition("-")[0])
 
 
+class Uploaded(Protocol):
+    """What is copied: a `SnapshotStore`, or the like."""
+
+    folder: Path
+
+    def checkpoint_ids(self) -> dict[int, str]: ...
+    def kept(self, number: int) -> AbstractContextManager[Path]: ...
+
+
 class Uploader:
     """Copies the newest snapshot of a store whenever there is a new one, while the server works.
 
     A copy that fails is tried again after growing pauses. write_event: called with events. Belongs to one event loop.
     """
 
-    def __init__(self, store: SnapshotStore, copies: Copies, write_event: Callable[[Event], None]) -> None:
+    def __init__(self, store: Uploaded, copies: Copies, write_event: Callable[[Event], None]) -> None:
         self.store, self.copies, self.write_event = store, copies, write_event
         self.uploaded = 0  # number of the newest snapshot that the mirror has whole
         self.trouble: str | None = None  # why the last attempt failed; None if it did not

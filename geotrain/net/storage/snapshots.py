@@ -124,7 +124,7 @@ class SnapshotStore:
             files = {name: _write_tensor(temporary / _file(name), name, state) for name in state.names()}
             if lacking := state.kinds.keys() - files.keys():
                 raise OSError(errno.EIO, f"{len(lacking)} tensors of the state were not read, such as {min(lacking)}")
-            _write_meta(temporary, files, meta)
+            write_meta(temporary, files, meta)
             # The files' contents are on disk (see `_write`). Their names go there next, and the final name last.
             sync(temporary)
             temporary.rename(final)
@@ -175,7 +175,7 @@ class SnapshotStore:
         for name in saved["files"]:
             shutil.copy2(source / _file(name), target / _file(name))
             sync(target / _file(name))
-        _write_meta(target, saved["files"], saved["meta"])
+        write_meta(target, saved["files"], saved["meta"])
         sync(target)
         partial.rename(into)
         sync(into.parent)
@@ -392,7 +392,8 @@ def _write_tensor(path: Path, name: str, state: FrozenState) -> tuple[int, int]:
     return _write(path, chain((struct.pack("<Q", len(text)) + text,), state.chunks(name)))
 
 
-def _write_meta(folder: Path, files: dict[str, Any], meta: dict[str, Any]) -> None:
+def write_meta(folder: Path, files: dict[str, Any], meta: dict[str, Any]) -> None:
+    """Write META: `files` and `meta` as `checked_meta` reads them. Raises OSError."""
     body = json.dumps({"format": FORMAT, "files": files, "meta": meta}).encode()
     _write(folder / META, (b"%08x\n" % crc32(body), body))
 

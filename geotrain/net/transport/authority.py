@@ -159,7 +159,7 @@ def ending_soon(folder: Path) -> dict[str, datetime.datetime]:
     """List the certificates of a folder that `make_certificates` would renew: name of the file → its end."""
     found, now = {}, datetime.datetime.now(datetime.UTC)
     for path in sorted(folder.glob("*.pem")):
-        with suppress(OSError, ValueError):  # `load_credentials` tells what is damaged
+        with suppress(OSError, ValueError):  # `load_credentials` reports what is damaged
             if _ends_soon(certificate := x509.load_pem_x509_certificate(path.read_bytes()), now):
                 found[path.name] = certificate.not_valid_after_utc
     return found

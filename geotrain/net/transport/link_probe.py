@@ -67,7 +67,7 @@ class Way:
 def received_gbps(frames: Iterable[bytes], limits: Limits) -> float:
     """Receive frames until they end, and return the rate at which they came, in Gbit/s.
 
-    A sender that goes far beyond the limits is cut off. Raises ProbeError if too little came to tell a rate.
+    A sender that goes far beyond the limits is cut off. Raises ProbeError if too little came to compute a rate.
     """
     begin = time.monotonic()
     total_bytes = 0
@@ -79,7 +79,7 @@ def received_gbps(frames: Iterable[bytes], limits: Limits) -> float:
         if now - begin > limits.seconds + DRAIN_S or total_bytes > limits.count_bytes + MAX_FRAME_BYTES:
             break
     if len(seen) < 3 or seen[-1][0] <= seen[0][0]:
-        raise ProbeError(f"only {total_bytes} bytes came: too few to tell a rate; allow more seconds or bytes")
+        raise ProbeError(f"only {total_bytes} bytes came: too few to compute a rate; allow more seconds or bytes")
     first, last = seen[0][0], seen[-1][0]
     # The rate is that from the first frame after the ramp to the last frame.
     after_ramp = (s for s in seen if s[0] >= first + RAMP * (last - first) and s[0] < last)

@@ -33,14 +33,7 @@ from grpc import aio
 from geotrain.common.ports import why_not_bound
 from geotrain.config import Address, host_port
 from geotrain.net.transport import wire
-from geotrain.outer.messages import (
-    LeaseRequest,
-    NotJoined,
-    Refused,
-    Release,
-    TakeBack,
-    Validated,
-)
+from geotrain.outer.messages import LeaseRequest, NotJoined, Refused, Release, TakeBack, Validated
 
 SERVICE = "geotrain.Outer"
 REFUSAL_KEY = "geotrain-refusal-bin"
@@ -52,8 +45,8 @@ MAX_PROFILED_STEPS = 50  # a trace holds every operation; one step of a large mo
 MAX_METRICS = 32  # how many numbers a heartbeat may bring
 
 OPTIONS = (
-    ("grpc.max_receive_message_length", wire.MAX_BUNDLE_BYTES),
-    ("grpc.max_send_message_length", wire.MAX_BUNDLE_BYTES),
+    ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(KEEPALIVE_S * 1000)),
     ("grpc.keepalive_permit_without_calls", 1),

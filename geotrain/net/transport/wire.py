@@ -16,7 +16,6 @@ from __future__ import annotations
 import struct
 import types
 import typing
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -38,7 +37,7 @@ MAX_INT = 1 << 62
 CRC_BYTES = 4
 Payload = bytes | memoryview
 LENGTH = struct.Struct("<I")
-MAX_BUNDLE_BYTES = LENGTH.size + MAX_FRAME_BYTES
+MAX_MESSAGE_BYTES = LENGTH.size + MAX_FRAME_BYTES
 
 
 class WireError(ValueError):
@@ -85,15 +84,6 @@ def pack(message: Any) -> bytes:
     if data_frames:
         raise WireError(f"{type(message).__name__} carries a payload and needs a stream")
     return header
-
-
-def bundle(waiting: deque[bytes]) -> bytes:
-    """Take frames from the left, as many as may travel together, and put them end to end, each behind its length."""
-    taken = [waiting.popleft()]
-    room = MAX_BUNDLE_BYTES - LENGTH.size - len(taken[0])
-    while waiting and (room := room - LENGTH.size - len(waiting[0])) >= 0:
-        taken.append(waiting.popleft())
-    return b"".join(part for frame in taken for part in (LENGTH.pack(len(frame)), frame))
 
 
 def _sealed(body: Payload) -> bytes:
@@ -217,17 +207,6 @@ class FrameReader:
         if self._kind is None:
             raise WireError("the message has not begun")
         return _reader(self._kind)(self._raw, self._kind.__name__, payload)
-
-
-def unbundle(together: bytes) -> Iterator[bytes]:
-    """Yield the frames of a bundle. Raises DamagedError."""
-    position = 0
-    while position < len(together):
-        begin = position + LENGTH.size
-        position = begin + int.from_bytes(together[position:begin], "little")
-        if not begin < position <= len(together):
-            raise DamagedError(f"a bundle of {len(together)} bytes ends within a frame")
-        yield together[begin:position]
 
 
 def unpack(frame: bytes, *allowed: type) -> Any:

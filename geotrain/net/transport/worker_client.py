@@ -134,12 +134,12 @@ class WorkerClient:
         return self._start(self._persist(lambda link: link.global_weights(part, number, limit_bytes)))
 
     def validated(self, result: Validated) -> None:
-        """Tell the server a validation's result, in the background. If it cannot be delivered it is lost, which does
+        """Send the server a validation's result, in the background. If it cannot be delivered it is lost, which does
         no harm: there will be others."""
         self._start(self._persist(lambda link: link.validated(result)))
 
     def report_nonfinite_delta(self, lease: int) -> None:
-        """Tell the server that this lease's training gave a delta that is not finite; returns when it knows, or soon:
+        """Report that this lease's training gave a delta that is not finite; returns when the server knows, or soon:
         this worker is about to end."""
         with suppress(Exception):
             released = self._start(self._persist(lambda link: link.release(Release((lease,), failed=True))))
@@ -198,10 +198,7 @@ class WorkerClient:
     # -- on the thread inside
 
     def _persist(
-        self,
-        attempt: Callable[[GrpcClient], Awaitable[T | None]],
-        patient: bool = False,
-        within_s: float = inf,
+        self, attempt: Callable[[GrpcClient], Awaitable[T | None]], patient: bool = False, within_s: float = inf
     ) -> Coroutine[Any, Any, T]:
         """Repeat a call until it gives a value, and join again where the server asks for it."""
         if (link := self._link) is None:
@@ -231,7 +228,7 @@ class WorkerClient:
     async def _rejoin(self) -> None:
         """Join again, and let every update that is not applied be sent again.
 
-        All calls that were under way meet a restarted server at once; only the first of them joins.
+        A server's restart fails all calls that are under way at once; only the first of them joins.
         """
         joins = self._joins
         async with self._rejoining:

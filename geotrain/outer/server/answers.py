@@ -19,7 +19,7 @@ class Answers:
     """Freezes answers, or lets them wait for others' deltas.
 
     waits: whether answers may wait. Who waits is in `Counts.waiting`, so a state has it; until when, which only a
-    clock can tell, says the server's process (`AnswersDue`). due: answers members that wait no more, or sends up what
+    clock decides, says the server's process (`AnswersDue`). due: answers members that wait no more, or sends up what
     they wait for.
     """
 
@@ -43,6 +43,7 @@ class Answers:
     def held(self, fragment: int) -> tuple[str, ...]:
         """Return the members that wait here for others' deltas of the fragment."""
         state = self.core.fragments.get(fragment)
+        # Once due, they wait for the way up and no more for others here.
         if not self.waits or state is None or not state.waiting or state.counts.get("due"):
             return ()
         return tuple(sorted(name for name, sent in state.waiting.items() if not sent))

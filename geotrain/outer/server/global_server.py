@@ -103,12 +103,10 @@ class GlobalServer(Server):
                 return self.lease_table.skip_samples([*zip(firsts, lasts, strict=True)])
             case TakeBack():
                 return self._on_take_back(message)
-            case Trained():
-                self.membership.present(message.member)
-                about = message.member, "", message.fragment
-                self._report(
-                    Fact("contained", *about, contains=message.leases, version=self._version(message.fragment))
-                )
+            case Trained(member, fragment, leases):
+                self.membership.present(member)
+                version = self._version(fragment)
+                self._report(Fact("contained", member, fragment=fragment, contains=leases, version=version))
                 return None
             case OperatorCommand() if message.what != "expel":
                 return self._on_operator_command(message)
@@ -124,6 +122,7 @@ class GlobalServer(Server):
                     self._events.append(ValidationDone(**asdict(message), tokens=tokens))
                 return None
             case Leave() if (self.stopping or not self.lease_table.left) and message.member not in self.draining:
+                # Before the goodbye itself: who is done stays so, and keeps its share for the last deltas of others.
                 self.membership.member(message.member).transition(MemberEvent.ENDS)
         return super()._route(message)
 
@@ -168,6 +167,7 @@ class GlobalServer(Server):
         if self.member_role == "worker":
             self.membership.check_request_of(request)  # otherwise its region has done so
         self.membership.present(self._member_of[request.worker])
+        # Who trains what others have by now must begin anew before it gets more.
         self.check_own(self._member_of[request.worker], ())
         leaves = self.leaves(request.worker)
         task = self.validations.task_for(request.worker, self.lease_table)
@@ -308,6 +308,7 @@ class GlobalServer(Server):
 
     def _on_facts(self, said: Facts) -> int:
         known = super()._on_facts(said)
+        # Behind the facts, by which leases are committed: those that the copy contains need not be remembered.
         self.lease_table.forget_safe(dict(zip(self.part.dealt[said.shard], said.safe, strict=True)))
         return known
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
+from geotrain.outer.downlink import sends_changes
 from geotrain.outer.messages import BadDelta, Fact, Refused, UpdatePart, update_id
 from geotrain.outer.server.answers import Answers
 from geotrain.outer.server.core import Core
@@ -23,12 +24,8 @@ class Intake:
     """
 
     def __init__(self, core: Core, membership: Membership, answers: Answers, report: Callable[[Fact], None]) -> None:
-        self.core, self.membership, self.members, self.leases = (
-            core,
-            membership,
-            membership.members,
-            membership.leases,
-        )
+        self.core, self.membership = core, membership
+        self.members, self.leases = membership.members, membership.leases
         self.answers, self._report = answers, report
         judged = core.limits.norm_deviations is not None
         self.norms = NormLimits(core.limits, len(core.all), len(self.members)) if judged else None
@@ -45,6 +42,7 @@ class Intake:
         parts = member.fragments[part.fragment].arriving
         if part.part in parts:
             return False
+        # Payloads stay in the store: what is kept here is what the part says.
         parts[part.part] = self.core.store.receive_part(part)
         if len(parts) < member.parts:
             if len(parts) == 1:
@@ -84,6 +82,7 @@ class Intake:
         """Return the sender if the part belongs to its next update; None if that update was applied before."""
         member = self.membership.current(part.member, part.incarnation, part.part)
         own = self.exchange_of(part.member, part.fragment)
+        # Before what may be refused: an update that was applied is acknowledged again, come what may.
         if part.sequence <= own.sequence:
             return None
         if part.fragment not in self.core.fragments:
@@ -124,8 +123,10 @@ class Intake:
                 own.refused = first.sequence, refused
             raise
         self.membership.note_alive(name)  # not before: what is refused is no sign of life
+        # From here on nothing is refused. Who sends an update wants its answer, without another word.
         own.sequence, own.answer, own.version = first.sequence, first.sequence, None
         own.staleness = state.version - first.deltas[0].anchor_version
+        # The earliest: all ranks adopt the answer at one step.
         own.need_s = min(part.need_s for part in parts)
         if not (self.core.rule.in_rounds and 0 < first.job <= own.came):
             own.owed = True  # until the rule says that it is to be answered, perhaps at once
@@ -136,8 +137,14 @@ class Intake:
             # A former incarnation sent this round's delta. This one is only answered, now or when it is complete.
             answered = () if own.owed else (name,)
         # Before answers take memory. Every part has adopted the answer before, or would not have sent this update.
-        self.core.store.forget(name, answers=(fragment,), updates=(update,))
+        said = [p.adopted for p in parts]
+        # Changes are counted from what a join was answered: who asks for that once more must get the same.
+        least = int(sends_changes(self.core.down))
+        frozen = member.fragments.items() if all(said) else ()
+        let_go = [number for number, each in frozen if each.let_go(min(to[number] for to in said), least)]
+        self.core.store.forget(name, answers=(fragment, *let_go), updates=(update,))
         if self.answers.waits:
+            # Its delta is in no update upwards yet (`Counts.waiting`).
             state.waiting[name] = 0
             self.answers.end_waits((fragment,))
             if own.need_s <= 0:
@@ -150,7 +157,7 @@ class Intake:
             size_bytes = sum(self.core.up.encoded_bytes(numel(slices)) for slices in pushes)
         fact = Fact(
             "applied", name, member.incarnation, fragment, first.sequence, first.job, first.weight, first.contains,
-            state.version, own.staleness, size_bytes, own.norm, metrics=first.metrics,
+            state.version, staleness=own.staleness, size_bytes=size_bytes, norm=own.norm, metrics=first.metrics,
         )  # fmt: skip
         if not self.core.ledger:  # which notes them, too
             self.membership.note_metrics(fact)

@@ -140,7 +140,7 @@ class LeaseTable:
         return self._open(request, *self._take(steps), validate)
 
     def dismiss(self, request: LeaseRequest) -> Finished:
-        """Tell this worker that there is no data for it, and remember for which job."""
+        """Answer this worker that there is no data for it, and remember for which job."""
         self.dismissed[request.worker] = request.job
         return Finished(request.worker, request.job)
 

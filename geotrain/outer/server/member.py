@@ -63,6 +63,15 @@ class MemberFragment:
     refused: tuple[int, Refused] | None = None
     answer: int | None = None
     version: int | None = None
+    adopted: int = 0  # the last update whose answer is kept no longer, as all parts have adopted it
+
+    def let_go(self, adopted: int, first: int) -> bool:
+        """Keep the frozen answer no longer if it is to the update `first` or a later one, and all parts have adopted
+        that of update `adopted`. Returns whether it was so."""
+        if self.version is None or self.answer is None or not first <= self.answer <= adopted:
+            return False
+        self.adopted, self.answer, self.version = self.answer, None, None
+        return True
 
 
 @dataclass
@@ -245,6 +254,7 @@ def check_incarnation(join: Join, member: Member) -> None:
     if incarnation_digest(incarnation) in member.former:
         raise Refused(f"{name}: another process has joined under this name since; this one must end")
     here = incarnation == member.incarnation
+    # Only a rank that joins once more names updates (0: none was applied): its incarnation must be known then.
     known = {f: own.sequence for f, own in member.fragments.items() if here}
     if any(applied > known.get(f, 0 if here else -1) for f, applied in enumerate(join.applied)):
         raise Refused(f"{name}: this server's state was lost, or is older than what it acknowledged: start anew")
@@ -314,6 +324,8 @@ def check_part(
         raise Refused(f"{part.member}: no worker comes to job {part.job}")
     if len(part.contains) > MOST_LEASES:
         raise Refused(f"{part.member}: an update that contains {len(part.contains)} leases; at most {MOST_LEASES}")
+    if len(part.adopted) not in (0, every := len(parameter_map.fragments)):
+        raise Refused(f"{part.member}: it has adopted answers of {len(part.adopted)} fragments; the run has {every}")
     if len(part.metrics) > MOST_METRICS or any(len(name) > MOST_NAME for name in part.metrics):
         most = f"{MOST_METRICS}, with names of {MOST_NAME} characters"
         raise Refused(f"{part.member}: an update with {len(part.metrics)} metrics; at most {most}")
@@ -345,7 +357,8 @@ def outline(part: UpdatePart) -> tuple[Any, ...]:
     """Return all that `check_part` and `check_round` look at. Two parts of one rank with equal outlines pass the
     checks both or neither."""
     deltas = tuple((delta.chunk, delta.anchor_version, len(delta.payload)) for delta in part.deltas)
-    return part.incarnation, part.sequence, part.job, part.weight, part.contains, tuple(part.metrics), deltas
+    said = part.contains, tuple(part.metrics), len(part.adopted)
+    return part.incarnation, part.sequence, part.job, part.weight, said, deltas
 
 
 def mean_metrics(workers: Sequence[Mapping[str, float]]) -> dict[str, float]:

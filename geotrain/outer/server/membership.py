@@ -145,6 +145,7 @@ class Membership:
                 f"{join.member}: too late, the run has ended here; `geotrain launch … --resume` goes on with it"
             )
         parts = join.parts if new or not member.joined else member.parts
+        # With those of ranks that joined before: the bound is a member's.
         slices = {**({} if new else member.slices), join.part: sum(map(len, (*join.pushes, *join.holds)))}
         check_parts(join, parts, self.core.role, slices)
         check_slices(join, self.core.parameter_map, self.core.down, self.core.store.chunks)
@@ -154,6 +155,7 @@ class Membership:
         known = self._holds_what_was_sent(join) if sends_changes(self.core.down) else not new
         if not known and any(join.mirrors):
             self.core.events.append(SentWhole(join.member))
+        # Whatever may be refused is above: from here on the join counts.
         if new:
             member.begin_incarnation(join.incarnation)
         # Where it has what it was sent in its former incarnation, it is owed the answers that are frozen.
@@ -210,6 +212,7 @@ class Membership:
     def count_strike(self, strike: UpdateRejected) -> bool:
         """Count the strike. Returns whether the member is quarantined for it now; then others get its leases."""
         member = self.member(strike.member)
+        # A shard bars the incarnation, and reports: strikes are counted in the ledger.
         if not self.core.ledger:
             if strike.sequence and self.core.role == "worker" and member.incarnation == strike.incarnation:
                 member.banned = strike.incarnation
@@ -282,10 +285,12 @@ class Membership:
         for each in standing.members:
             if (member := self.members.get(each.name)) is None:
                 continue
+            # No `transition`: the ledger has made it, and may have made several.
             member.phase, member.quarantined = MemberPhase(each.phase), each.quarantined
             if each.barred:
                 member.banned, member.fault = each.incarnation, each.barred
             self.note_share(each.name)
+            # What the former one sent in part will not be whole. What it was sent stays: its successor may hold it.
             if each.incarnation != member.incarnation and member.joined:
                 self.forget(each.name, sent=False)
             if standing.begun > self.begun:

@@ -71,6 +71,7 @@ class LedgerSide:
 
     def lost(self, said: Facts) -> int:
         """Return how many facts are gone, since this ledger came back from an older state, and go on behind them."""
+        # The shard has forgotten what was acknowledged (`known`): those facts cannot be had again.
         lost = max(0, said.since - self.taken[said.shard])
         self.taken[said.shard] += lost
         return lost
@@ -97,6 +98,7 @@ class LedgerSide:
         named: leases for which its new incarnation answers; None: it is gone.
         """
         self.changes += self.part.shard is None and bool(self.part.dealt)
+        # One that goes before its new incarnation was settled keeps the leases that this one named.
         self.unsettled[name] = self.changes, self.unsettled[name][1] if named is None and self.begins(name) else named
 
     def begins(self, name: str) -> bool:
@@ -105,6 +107,7 @@ class LedgerSide:
 
     def settled(self) -> Iterator[tuple[str, tuple[int, ...] | None]]:
         """Give, once each, the members that wait no more, with what they named; at once where there is no shard."""
+        # The slowest shard counts. Without shards there is nothing to wait for.
         known = min(self.seen, default=self.changes)
         for name, (number, named) in list(self.unsettled.items()):
             if number <= known:
@@ -173,6 +176,7 @@ class ShardSide:
         """Return what the shard has to say. versions: of its fragments. safe, quiet: `Facts.safe`, `Facts.quiet`."""
         assert self.part.shard is not None
         said = tuple(self.unsaid[:MOST_FACTS])
+        # A change is confirmed only with the last of the facts, all of which came before it.
         seen = self.standing.number if self.standing is not None and len(said) == len(self.unsaid) else 0
         return Facts(self.part.shard, self.said, said, versions, safe, quiet, seen)
 
@@ -183,6 +187,7 @@ class ShardSide:
 
     def known(self, count: int) -> None:
         """Note that the ledger knows so many of this shard's facts."""
+        # A reply that came late may know fewer than one before it.
         del self.unsaid[: max(0, count - self.said)]
         self.said = max(self.said, count)
 

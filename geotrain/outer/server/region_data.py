@@ -113,6 +113,7 @@ class RegionData:
         known = {*self.leases.of(lease.worker), *self.uncommitted()}
         if isinstance(lease, Lease) and lease.lease not in known:
             nobody = worker.away or done or not self.leases.follows(lease.worker, lease.job, next_job)
+            # The reply was on its way as the lease went back: others are to have it.
             if lease.lease in self.leases.back:
                 return None if nobody else "again"
             if nobody:
@@ -218,8 +219,24 @@ class RegionData:
             self.wanted[name].clear()
         if not self.in_rounds:
             self._release((*held, *sorted(self.trained.intersection(gone))))
+        # Others train these anew. The rest of `trained` has gone up, whole or in part, and is not given up.
         self.trained.difference_update(gone)
         self.gone_up = {number: up for number, up in self.gone_up.items() if number not in gone}
+
+    def begin_round_again(self, untaken: set[int]) -> None:
+        """Forget the workers' deltas that are in no update that the global server has taken: those of the fragments
+        `untaken`, and those that wait here for other workers'. A worker that is concerned finds its acknowledged
+        update unknown when it joins: so it begins a new incarnation, with the first job that is not trained. The
+        global server gives it the lease of that again.
+        """
+        for fragment in self.membership.core.numbers:
+            of_all = [member.fragments[fragment] for member in self.membership.members.values()]
+            # A round ends before the next begins: all have sent this round's, or some have and the others the last.
+            taken = min(own.came for own in of_all) - (fragment in untaken)
+            for own in of_all:
+                if own.came > taken:
+                    own.came = taken
+                    own.sequence -= 1
 
     # -- state
 
@@ -243,6 +260,7 @@ class RegionData:
     def _shut_out(self, name: str) -> None:
         """Let this incarnation of the worker say no more; the next one begins from the region's weights."""
         member = self.membership.members[name]
+        # Banned, not quarantined: its next incarnation may join at once.
         member.banned, member.fault = member.incarnation, "others got its data while it counted as dead"
         self.membership.forget(name)
         self.release_leases(name)

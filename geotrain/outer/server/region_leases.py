@@ -97,6 +97,7 @@ class RegionLeases:
     def give_back(self, worker: str, numbers: Collection[int]) -> tuple[int, ...]:
         """Give those of these leases that the worker holds back to the global server. Returns their numbers."""
         back, asked = self.drop(worker, numbers), self.asked.get(worker, 0)
+        # Only what it has asked for can be trained there: its reserve never left this server.
         self.given_back[worker] |= {lease.lease: lease for lease in back if lease.job <= asked}
         return tuple(lease.lease for lease in back)
 

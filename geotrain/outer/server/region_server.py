@@ -74,6 +74,7 @@ class RegionServer(Server):
             name, "worker", identity, parameter_map, rule, workers, self.worker_data, config.local, config.local,
             config.limits, part, (config.up, config.down), validates, config.server_state == "bf16",
         )  # fmt: skip
+        # The base class takes it before there is a membership.
         self.worker_data.membership, self.worker_data.sends = self.membership, self._sends
         self.membership.reserve = 0 if config.lease_reserve == "auto" else config.lease_reserve
         self.uplink = Uplink(self.core, rule)
@@ -145,6 +146,7 @@ class RegionServer(Server):
 
     def go_on(self) -> Handled:
         if self.ledger and self.part.dealt and self.at_rest != (rests := self._at_rest):
+            # Counted, so that a shard that was quiet in an earlier rest does not pass for quiet in this one.
             self.at_rest, self.rests = rests, self.rests + rests
         if self._due or self.worker_data.due:
             self._due = self.worker_data.due = False
@@ -171,7 +173,10 @@ class RegionServer(Server):
         i, known = self.identity, self.store.own_fingerprints()
         mirrors = tuple(known.get(chunk.index, 0) for chunk in self.parameter_map.chunks) if known else ()
         names = i.run, i.config_digest, i.parameter_map_digest, i.model, self.name, self.speaks_as
-        return Join(*names, 0, 1, whole, whole, self.worker_data.answered_for(), self.data, mirrors, self.origin)
+        return Join(
+            *names, part=0, parts=1, pushes=whole, holds=whole, leases=self.worker_data.answered_for(),
+            data=self.data, mirrors=mirrors, origin=self.origin,
+        )  # fmt: skip
 
     def _on_welcome(self, welcome: Welcome) -> int:
         """Compare the global server's count of our updates with our own. Returns how many it acknowledged and lost.
@@ -189,7 +194,9 @@ class RegionServer(Server):
             wrong = f"sequences {welcome.sequences}, versions {welcome.versions}"
             raise Refused(f"{self.name}: a welcome with {wrong} is none")
         self.origin = welcome.origin
+        # The lanes ask anew in each session: no reply from before can come any more.
         self.worker_data.leases.back.clear()
+        # Before numbers are compared: a region that starts over has nothing in flight.
         if why := self.uplink.ahead(welcome):
             self._start_over(why)
         lost = self.uplink.renumber(welcome)
@@ -209,25 +216,11 @@ class RegionServer(Server):
         refused = self.uplink.in_flight.get(rejected.fragment)
         if refused is None or refused.sequence != rejected.sequence:
             return  # it was said twice
+        # Before `_start_over`, which forgets what is in flight, and in which order.
         if self.rule.in_rounds:
             order = list(self.uplink.in_flight)  # those after it were not sent
-            self._begin_round_again(set(order[order.index(rejected.fragment) :]))
+            self.worker_data.begin_round_again(set(order[order.index(rejected.fragment) :]))
         self._start_over(rejected.reason)
-
-    def _begin_round_again(self, untaken: set[int]) -> None:
-        """Forget the workers' deltas that are in no update that the global server has taken: those of the fragments
-        `untaken`, and those that wait here for other workers'. A worker that is concerned finds its acknowledged
-        update unknown when it joins: so it begins a new incarnation, with the first job that is not trained. The
-        global server gives it the lease of that again.
-        """
-        for fragment in self.numbers:
-            of_all = [member.fragments[fragment] for member in self.members.values()]
-            # A round ends before the next begins: all have sent this round's, or some have and the others the last.
-            taken = min(own.came for own in of_all) - (fragment in untaken)
-            for own in of_all:
-                if own.came > taken:
-                    own.came = taken
-                    own.sequence -= 1
 
     def _start_over(self, reason: str) -> None:
         """Begin again from the global weights: give back all leases, forget all weights, make the workers join again.
@@ -241,6 +234,7 @@ class RegionServer(Server):
                 own.owed = False
         of_all = [member.fragments[fragment].came for member in self.members.values() for fragment in self.numbers]
         job, contains = min(of_all, default=0), tuple(sorted(gone))
+        # Leases are the ledger's: it gives them back as it learns of this.
         self._report(Fact("over", weight=dropped, job=job, contains=contains, reason=reason))
 
     def lacks_answer(self, name: str, incarnation: str, part: int, fragment: int, sequence: int) -> bool:
@@ -281,8 +275,8 @@ class RegionServer(Server):
         self.store.merge(fragment, first, inputs)
         if not first:
             contains = self.uplink.in_flight.pop(fragment).contains
-            about = fragment, answer.sequence, 0, 1, contains, self.uplink.global_versions[fragment]
-            self._report(Fact("up", "", "", *about))
+            version = self.uplink.global_versions[fragment]
+            self._report(Fact("up", fragment=fragment, sequence=answer.sequence, contains=contains, version=version))
             self.answers.answer(answered, fragment)
         else:
             if ends is not None:
@@ -305,6 +299,7 @@ class RegionServer(Server):
         if self.data != known:
             self._sends.append(Send(GLOBAL, self.join_message()))
         name, back = join.member, tuple(self.worker_data.leases.given_back[join.member])
+        # It may have trained what went back while it counted as dead; only the global server knows who has it.
         if back and name not in self.worker_data.asking_back:
             self.worker_data.asking_back.add(name)
             self._sends.append(Send(GLOBAL, TakeBack(name, back)))
@@ -356,6 +351,7 @@ class RegionServer(Server):
     def _send_what_is_due(self) -> None:
         """Queue an update for each fragment whose rule says so, and this server's Leave when all is done."""
         at_rest = self._at_rest
+        # Sorted: a replay sends in the same order, by which `_on_own_update_rejected` goes.
         for fragment, state in sorted((f, self.fragments[f]) for f in self.numbers if f in self.fragments):
             if not self.rule.may_send(state, flush=at_rest):
                 continue
@@ -367,6 +363,7 @@ class RegionServer(Server):
             self._events.append(SentUp(fragment, update.sequence, update.weight, size))
         self._sends += self._last_words()
         whole = self.membership.empty or (self.over and self.membership.idle)
+        # On the lane of updates, behind the last of them (`RegionClient`).
         if self.ledger and whole and not self.gone and self._quiet:
             self.gone = True
             self._sends.append(Send(GLOBAL, Leave(self.name)))
@@ -393,6 +390,7 @@ class RegionServer(Server):
     # -- what is said by facts
 
     def _report(self, fact: Fact) -> None:
+        # A shard names them in its own next update; in a ledger with fragments `_count_trained` does.
         if not self.ledger and fact.what == "applied":
             self.uplink.take_up(fact.fragment, fact.contains)
         super()._report(fact)
@@ -496,4 +494,5 @@ class RegionServer(Server):
     def _quiet(self) -> bool:
         """Whether nothing of this region is left to go up, in no process of it."""
         quiet = self.as_ledger.quiet
+        # In this rest: a shard that was quiet in an earlier one may have got more since.
         return not self.uplink.in_flight and all(each == self.rests for each in quiet)

@@ -227,7 +227,9 @@ class Server(ABC):
         check_identity(join, self.identity, self.data, self.origin)
         self.membership.join(join, self.ending)
         self.data = self.data or join.data
+        # The next that is not applied here: who missed an acknowledgement learns so that its update was taken.
         sequences = tuple(self.members[join.member].fragments[number].sequence + 1 for number in self.all)
+        # Of other processes' fragments these say it themselves: a rank joins each of them (`FragmentLinks.join`).
         here = tuple(self.incarnation if number in self.numbers else "" for number in self.all)
         return Welcome(sequences, self.membership.next_job(join.member), here, tuple(self.versions), self.origin)
 
@@ -235,8 +237,8 @@ class Server(ABC):
 
     def stand(self) -> Standing:
         """Say how the run stands, for shards."""
-        about, members = (self.incarnation, self.origin, self.data), self.membership.standing(self.ends)
-        return Standing(*about, members, self.membership.begun, **self._stands(), number=self.as_ledger.changes)
+        members, begun, number = self.membership.standing(self.ends), self.membership.begun, self.as_ledger.changes
+        return Standing(self.incarnation, self.origin, self.data, members, begun, number=number, **self._stands())
 
     def _stands(self) -> dict[str, Any]:
         """Return what this kind of server's shards must know beside its members."""
@@ -246,6 +248,7 @@ class Server(ABC):
         before = self.as_shard.take(standing)
         self.origin, self.data = standing.origin, standing.data
         self.membership.follow(standing)
+        # A validation is done, so nobody asks for the copy of the weights any more.
         if before is None or before.validated != standing.validated:
             self.copy_weights(None)
 
@@ -271,6 +274,7 @@ class Server(ABC):
     def _on_facts(self, said: Facts) -> int:
         """Note what a shard has done, each fact once. Returns how many of its facts are known."""
         known = self.as_ledger
+        # All that may be refused is looked at first: what follows changes the state.
         numbers = known.check(said)
         if lost := known.lost(said):
             self._events.append(FactsLost(said.shard, lost))
@@ -279,9 +283,11 @@ class Server(ABC):
         for fact in known.new_facts(said):
             if fact.what in OF_MEMBER and fact.member not in self.members:
                 continue  # the run has it no more
+            # An update is a sign of life, whichever process took it.
             if fact.what == "applied":
                 self.membership.note_alive(fact.member)
             self._on_fact(fact)
+        # Last: leases of who is gone may go only when all that the shard took from it is counted above.
         known.note_seen(said)
         self.membership.settle()
         return known.taken[said.shard]
@@ -290,6 +296,7 @@ class Server(ABC):
         """Go on with a shard whose disk was lost, and came back from a copy."""
         known = self.as_ledger
         numbers = known.fragments_of(back.shard, back.versions)
+        # Facts are numbered: from here on the shard says anew what its copy did not know.
         known.taken[back.shard] = back.facts
         for number, version in zip(numbers, back.versions, strict=True):
             self.fragments.setdefault(number, Counts()).version = version
@@ -305,8 +312,9 @@ class Server(ABC):
         own = self.intake.exchange_of(name, fragment)
         if fragment not in self.fragments or sequence > own.sequence:
             return False
-        if sequence not in (0, own.sequence):
+        if sequence not in (0, own.sequence) or 0 < sequence == own.adopted:
             raise Refused(f"{name}: the answer to update {update_id(name, fragment, sequence)} was adopted before")
+        # Nobody has wanted it in this incarnation; or it was released while its member had not joined anew.
         return own.answer != sequence or (own.version is None and not own.owed)
 
     def _on_answer_wanted(self, wanted: AnswerWanted) -> None:
@@ -411,6 +419,7 @@ class Server(ABC):
         if self.intake.norms and meta["norms"]:
             self.intake.norms.load(meta["norms"])
         for name, saved in meta["members"].items():
+            # A resumed run may have other members: of those that it has no more nothing is kept.
             if name in self.members:
                 self.members[name].load(saved)
                 self.membership.note_share(name)
@@ -465,11 +474,13 @@ class Server(ABC):
         name, member = fact.member, self.members[fact.member]
         member.job, member.updates = fact.job, member.updates + 1
         own = member.fragments[fact.fragment]
+        # So they are already in the process that applied it; a ledger follows its shards.
         own.sequence, own.came = fact.sequence, max(own.came, fact.job)
         metrics = self.membership.note_metrics(fact)
         samples, tokens = self._count_trained(fact)
         if self.answers.reports_updates:
-            applied = name, fact.fragment, fact.sequence, fact.job, self.versions, fact.staleness, samples
-            self._events.append(
-                UpdateApplied(*applied, fact.size_bytes, metrics.get("loss"), metrics, fact.norm, tokens)
-            )
+            applied = UpdateApplied(
+                name, fact.fragment, fact.sequence, fact.job, self.versions, fact.staleness, samples, fact.size_bytes,
+                loss=metrics.get("loss"), metrics=metrics, delta_norm=fact.norm, tokens=tokens,
+            )  # fmt: skip
+            self._events.append(applied)

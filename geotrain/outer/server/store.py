@@ -147,8 +147,10 @@ class Store:
         self._decode_all(member, fragment, sequence)
         for chunk in self._of[fragment]:
             v, delta = self.vectors[chunk.index], self._deltas[chunk.index][: chunk.numel]
+            # First: a snapshot that is being written copies them as they are now.
             self.will_change(v.x, *(vector for name, vector in v.aux.items() if name not in self.unmoved))
             v.in_bf16 = self.bf16_vectors
+            # Computed from what identifies the update, so that a replay rounds alike.
             v.seed = rounding_seed("momentum", self.name, version, chunk.index)
             self.rule.apply(v, member, delta, inputs)
 
@@ -191,6 +193,7 @@ class Store:
             self._drop_deltas()
             self._decoded = update
         done = self._results.get((part, chunk))
+        # The same object: to compare bytes would take as long as to decode them.
         if done is not None and done[0] is payload:
             return done[1]
         if chunk not in self._deltas:
@@ -218,6 +221,7 @@ class Store:
         """Encode the fragment's weights now, for all ranks of the member, as the answer to its update `sequence`.
         They must be delivered: the next change is coded against them."""
         known = self._member(member)
+        # Elsewhere `decode` has begun to, as the answer follows the update at once.
         if self.rule.in_rounds:
             self._fetch(known, fragment)
         answer = known.answers[fragment] = _Frozen(sequence)

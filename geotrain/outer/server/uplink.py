@@ -85,12 +85,19 @@ class Uplink:
         self.sequences[fragment] += 1
         sequence = self.sequences[fragment]
         self.core.store.send_up(fragment, sequence, inputs)
+        # What an update has no room for is named by the next: its training is in the weights already.
         contains, self.contains[fragment] = self.contains[fragment], self.contains[fragment][MOST_LEASES:]
         anchor, named = self.global_versions[fragment], tuple(contains[:MOST_LEASES])
         update = self._update(speaks_as, fragment, sequence, anchor, weight, named, metrics)
         self.in_flight[fragment] = update
-        whole = self.core.store.going_up(update)
+        whole = self._whole(update)
         return whole, Send(GLOBAL, whole)
+
+    def _whole(self, update: UpdatePart) -> UpdatePart:
+        """Fill in what is true of an update as it is sent: its payloads, and the answers that are merged here."""
+        # A fragment's answer is merged before its next update leaves: all but those in flight are.
+        adopted = tuple(sequence - (f in self.in_flight) for f, sequence in enumerate(self.sequences))
+        return self.core.store.going_up(replace(update, adopted=adopted))
 
     def _update(
         self, speaks_as: str, fragment: int, sequence: int, anchor: int, weight: int, contains: tuple[int, ...],
@@ -98,23 +105,14 @@ class Uplink:
     ) -> UpdatePart:  # fmt: skip
         """Build an update, without its payloads. anchor: version of the global weights it starts from."""
         deltas = tuple(ChunkDelta(chunk, anchor, b"") for chunk in self.core.parameter_map.chunk_numbers[fragment])
-        return UpdatePart(
-            self.core.name,
-            speaks_as,
-            fragment,
-            sequence,
-            0,
-            deltas,
-            weight=weight,
-            contains=contains,
-            metrics=metrics,
-        )
+        header = self.core.name, speaks_as, fragment, sequence
+        return UpdatePart(*header, part=0, deltas=deltas, weight=weight, contains=contains, metrics=metrics)
 
     def resend(self, speaks_as: str) -> list[Send]:
         """Return the updates in flight, under this incarnation's name, to be sent again after a join."""
         for fragment, update in self.in_flight.items():
             self.in_flight[fragment] = replace(update, incarnation=speaks_as)
-        return [Send(GLOBAL, self.core.store.going_up(update)) for update in self.in_flight.values()]
+        return [Send(GLOBAL, self._whole(update)) for update in self.in_flight.values()]
 
     def ahead(self, welcome: Welcome) -> str:
         """Say where the global server knows more of a fragment than was sent; "": nowhere."""
@@ -180,5 +178,5 @@ class Uplink:
         set_attributes(self, SAVED, saved)
         self.contains = [list(leases) for leases in saved["contains"]]
         for fragment, sequence, weight, contains, metrics, anchor in saved["in_flight"]:
-            about = fragment, sequence, anchor, weight, tuple(contains), metrics
-            self.in_flight[fragment] = self._update(speaks_as, *about)
+            update = self._update(speaks_as, fragment, sequence, anchor, weight, tuple(contains), metrics)
+            self.in_flight[fragment] = update

@@ -63,9 +63,9 @@ def too_small_hosts(run: RunConfig, cluster: ClusterConfig) -> Iterator[ConfigEr
     for host, parts in host_bytes(run, cluster).items() if memory else ():
         needed, room = sum(parts.values()), memory.get(host)
         if room is not None and needed > room:
-            told = ", ".join(f"{name} {count / 1e9:,.1f}" for name, count in parts.items())
+            listed = ", ".join(f"{name} {count / 1e9:,.1f}" for name, count in parts.items())
             yield ConfigError(
-                f"host {host!r}: servers need {needed / 1e9:,.1f} GB of memory ({told}), its memory_gb is "
+                f"host {host!r}: servers need {needed / 1e9:,.1f} GB of memory ({listed}), its memory_gb is "
                 f"{room / 1e9:g}; list more hosts in server_hosts (`geotrain plan` spreads shards over them)"
                 f"{', or take ' * bool(free)}{' or '.join(free)}"
             )

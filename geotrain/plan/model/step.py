@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import ceil, log2
 
 from geotrain.parallelism.acco_forms import first_part
@@ -258,7 +259,8 @@ def _between_replicas(
     (`use_multi_rank_bucket_allreduce`; without it, each part goes to its owner only), ZeRO 2 after every micro-batch.
     The new weights are all-gathered where the optimizer is sharded. Rings: a rank hands 1/D of the tensor to the
     next, D − 1 times for either, so the slowest hop decides; with equal links that is DT-FM's data-parallel cost.
-    D are all ranks with the same parameters; of divided experts, every EP-th of these.
+    D are all ranks with the same parameters; of divided experts, every EP-th of these. With several sites, rings of a
+    site's R ranks hand on 1/R, and then rings of those in one place in each hand on a site's share of that.
     """
     sent = Sent(float)
     zero = work.deepspeed.get("zero_optimization", {})
@@ -271,32 +273,36 @@ def _between_replicas(
     refreshed_bytes, gathers = (float(work.bytes_per_weight), 1) if stage else (0.0, 0)
     per_parameter = rounds * gradient_bytes + gathers * weight_bytes
     reduction_s, refresh_s = [0.0] * table.pp, [0.0] * table.pp
-    for apart in sorted({1, table.ep}):  # of the ranks with the same parameters, every so many-th
-        ranks = table.copies // apart
+    each = table.copies // work.parallel.sites  # ranks in a site
+    levels = (each, 1), (table.copies, each)  # inside sites, then across: of so many copies every so many-th
+    for apart, (whole, step) in product(sorted({1, table.ep}), levels):  # apart: ranks that divide experts
+        step = max(step, apart)
+        ranks = whole // step
+        if ranks == 1:
+            continue
         held = []
         for s in range(table.pp):
             of_experts = expert_parameters(work.architecture, work.parallel, s)
             dense = stage_parameters(work.architecture, work.parallel, s) - of_experts
-            held.append((dense if apart == 1 else of_experts) / ranks)
-        if ranks == 1:
-            continue
+            held.append((dense if apart == 1 else of_experts) / (whole // apart))
         members = {
-            (s, t, e): [table.at(s, d, t) for d in range(e, table.copies, apart)]
+            (s, t, first): [table.at(s, d, t) for d in range(first, first + whole, step)]
             for s in range(table.pp)
             for t in range(table.tp)
-            for e in range(apart)
+            for first in range(table.copies)
+            if first % whole < step
         }
         rings = {key: _ring(group, network) for key, group in members.items()}
         flows = Counter(line.key for ring in rings.values() for line in ring)
         slowest = [(0.0, 0.0)] * table.pp
-        for (s, t, e), hops in rings.items():
+        for (s, t, first), hops in rings.items():
             parameters = held[s]
             byte_s = max(8e-9 * _share(flows, line) / line.gbps for line in hops)
             latency_s = max(line.latency_s for line in hops)
             hop_s = per_parameter * parameters * byte_s + (rounds + gathers) * latency_s
             gather_s = refreshed_bytes * parameters * byte_s + gathers * latency_s
             slowest[s] = max(slowest[s], ((ranks - 1) * hop_s, (ranks - 1) * gather_s))
-            group = members[s, t, e]
+            group = members[s, t, first]
             for one, other in zip(group, (*group[1:], group[0]), strict=True):
                 _count(sent, one, other, (ranks - 1) * (parameters * per_parameter))
         reduction_s = [total + one[0] for total, one in zip(reduction_s, slowest, strict=True)]

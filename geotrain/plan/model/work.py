@@ -50,36 +50,36 @@ class TokenFlops:
 
 
 def token_flops(a: Architecture, sequence_length: int, layer: int) -> TokenFlops:
-    """Count the forward operations of one token: 2 for each weight that a token meets (Narayanan et al., arXiv
+    """Count the forward operations of one token: 2 for each weight that a token uses (Narayanan et al., arXiv
     2104.04473, appendix).
 
-    Attention: a token's query meets, on average, half of the sequence's keys and as many values, 2 operations for
+    Attention: a token's query uses, on average, half of the sequence's keys and as many values, 2 operations for
     each element of either: 2 · (q + v) · sequence/2; with a window w,
     w − w²/(2 · sequence) in place of half. (PaLM, arXiv 2204.02311, appendix B, counts the masked half, too.) Norms,
     rotations and the embedding's look-up are left out: under 1 %.
     """
     window = min(a.window_of(layer) or sequence_length, sequence_length)
-    met_keys = window - window**2 / (2 * sequence_length)
-    attention = 2.0 * a.heads * (a.query_dim + a.value_dim) * met_keys if a.attends(layer) else 0.0
+    used_keys = window - window**2 / (2 * sequence_length)
+    attention = 2.0 * a.heads * (a.query_dim + a.value_dim) * used_keys if a.attends(layer) else 0.0
     if a.net is not None and a.letters(layer)[0] in "GM":
         # A gated delta net's state forgets, is corrected and is read; Mamba-2's is added to and read.
         each = {"gated delta nets": 6.0, "Mamba-2 layers": 4.0}[a.net.name]
         attention = each * a.net.values * a.net.key_dim
-    met, chosen = active_weights(a, layer)
-    layer_flops = 2.0 * (met + chosen) + attention
+    used, chosen = active_weights(a, layer)
+    layer_flops = 2.0 * (used + chosen) + attention
     return TokenFlops(layer_flops, attention, 2.0 * chosen, 2.0 * a.hidden_size * a.vocab_size)
 
 
 def active_weights(a: Architecture, layer: int) -> tuple[int, int]:
-    """Elements of the layer's matrices that a token meets: those that every token does, and of chosen experts."""
-    met = of_experts = 0
+    """Elements of the layer's matrices that a token uses: those that every token does, and of chosen experts."""
+    used = of_experts = 0
     for weight in layer_weights(a, layer):
         if len(weight.shape) == 2:
             if weight.expert is None:
-                met += weight.numel
+                used += weight.numel
             else:
                 of_experts += weight.numel
-    return met, of_experts // a.experts.count * a.experts.per_token if a.experts else 0
+    return used, of_experts // a.experts.count * a.experts.per_token if a.experts else 0
 
 
 @lru_cache(maxsize=64)

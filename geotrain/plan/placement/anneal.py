@@ -92,7 +92,7 @@ class Annealer:
         self.best[better], self.best_cost[better] = proposed.orders[better], cost[better]
 
     def _select(self) -> None:
-        """Select chains: the better half goes on twice, from the cheapest tables that they met."""
+        """Select chains: the better half goes on twice, from the cheapest tables that they found."""
         chosen = np.resize(np.argsort(self.best_cost, kind="stable")[: (self.chains + 1) // 2], self.chains)
         self.best, self.best_cost = self.best[chosen], self.best_cost[chosen]
         self.now = self._tables(self.best.copy())

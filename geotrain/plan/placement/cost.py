@@ -133,7 +133,7 @@ def off_diagonal(matrix: Floats) -> Floats:
 
 
 def alike(problem: Problem) -> NDArray[np.bool_]:
-    """Tell, (N, N), whether two devices have equal links to all others, to nine digits: compared by a random
+    """Return, (N, N), whether two devices have equal links to all others, to nine digits: compared by a random
     projection."""
     weights, unlike = np.random.default_rng(0).random(problem.devices), np.zeros((problem.devices,) * 2, dtype=bool)
     for times in (problem.gradient_s, problem.activation_s):

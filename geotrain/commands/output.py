@@ -14,30 +14,30 @@ from typing import Annotated, Any
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="The result as JSON; what else is told goes to standard error.")]
+Json = Annotated[bool, typer.Option("--json", help="The result as JSON; all else goes to standard error.")]
 
 
 @dataclass(frozen=True)
-class Told:
-    """The result of a command. data: for JSON; what it has no type for becomes text. text: for people; empty: they
-    were told on the way. code: exit code."""
+class Output:
+    """The result of a command. data: for JSON; what it has no type for becomes text. text: for people; empty: all is
+    printed already. code: exit code."""
 
     data: Any
     text: str = ""
     code: int = 0
 
 
-def with_json(function: Callable[..., Told]) -> Callable[..., None]:
+def with_json(function: Callable[..., Output]) -> Callable[..., None]:
     """Make a command of a function that returns its result; the command has the option --json."""
 
     @wraps(function)
     def command(*, as_json: bool = False, **arguments: Any) -> None:
         with redirect_stdout(sys.stderr if as_json else sys.stdout):
-            told = function(**arguments)
-        if as_json or told.text:
-            print(json.dumps(told.data, indent=2, ensure_ascii=False, default=str) if as_json else told.text)
-        if told.code:
-            raise typer.Exit(told.code)
+            result = function(**arguments)
+        if as_json or result.text:
+            print(json.dumps(result.data, indent=2, ensure_ascii=False, default=str) if as_json else result.text)
+        if result.code:
+            raise typer.Exit(result.code)
 
     signature = inspect.signature(function, eval_str=True)
     option = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)

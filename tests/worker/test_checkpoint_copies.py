@@ -1,0 +1,147 @@
+"""A worker's checkpoints have copies elsewhere: they come back to hosts that lost theirs, in any layout."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from geotrain.config import CheckpointConfig, ParallelConfig
+from geotrain.monitor.events import SnapshotUploaded, Trouble
+from geotrain.outer.events import Event
+from tests.support.checkpoints import keep_masters, load
+from tests.support.inner_worlds import QWEN_2, deepspeed_block, run_config, run_world, start, stop, train
+from tests.support.object_storage import make_bucket, s3_server
+from tests.support.process_trees import until
+from tests.support.small_runs import BATCH, launched, prepare_text, status, write_files
+
+BUSY_S = 60.0
+THEN = range(4, 6)
+
+
+def opened(engine: Any, folder: Path, url: str | None, told: list[Event]) -> Any:
+    """The checkpoints of this rank, whose host shares no folder with the other's."""
+    from geotrain.checkpoint.copies import CheckpointCopies
+    from geotrain.checkpoint.saving import Checkpoints
+
+    settings = CheckpointConfig(snapshots=url, every_minutes=1e-6)
+    run = run_config(QWEN_2, deepspeed_block(1)).model_copy(update={"checkpoint": settings})
+    checkpoints = Checkpoints(engine, folder / f"host-{engine.rank}", keep=2)
+    CheckpointCopies(checkpoints.files, run, "w", told.append)
+    return checkpoints
+
+
+def losing_disks(place: str, url: str | None, environment: dict[str, str]) -> dict[str, Any]:
+    """Two hosts save two checkpoints; then they lose their disks, and a copy is damaged."""
+    from geotrain.checkpoint import copies
+    from geotrain.checkpoint.folders import CheckpointError
+
+    os.environ.update(environment)
+    copies.PIECE_BYTES = 1 << 14  # so that a file has some
+    folder, seen, told = Path(place), dict[str, Any](), list[Event]()
+    engine = start(QWEN_2, ParallelConfig(pipeline=2), deepspeed_block(1))
+
+    def again(what: str, *lost: int) -> None:
+        if engine.rank in lost:
+            shutil.rmtree(folder / f"host-{engine.rank}")
+        checkpoints = opened(engine, folder, url, told)
+        seen[what] = load(engine, folder, opened=checkpoints), train(engine, THEN), checkpoints.files.faults
+
+    with closing(opened(engine, folder, url, told)) as checkpoints:
+        for count in (1, 2):
+            train(engine, range(count))
+            checkpoints.save(f"job-{count}", keep_masters(engine, folder, f"job-{count}", {"job": count}))
+            checkpoints.wait()
+            assert url is None or until(lambda count=count: len(told) == count, BUSY_S)  # type: ignore[misc]
+            engine.agree(True)  # so has the other host
+    seen["straight"] = train(engine, THEN)
+    again("one disk lost", 1)
+    if url is not None:
+        again("both disks lost", 0, 1)
+    stop(engine)
+    engine = start(QWEN_2, ParallelConfig(), deepspeed_block(1))
+    again("in another layout", *((1,) if url is None else (0, 1)))
+    if engine.rank == 0 and url is not None:
+        files = fsspec.filesystem("s3")
+        (newest,) = files.glob(f"{url}test/workers/w/rank-00001/00000002-*/rank-00001.safetensors")
+        files.pipe_file(newest, b"not what it was")
+    engine.agree(True)
+    if url is not None:
+        again("a copy damaged", 0, 1)
+    for path in (folder / f"host-{engine.rank}").rglob("rank-00000.*"):
+        path.unlink()
+    try:
+        again("all lost")
+    except CheckpointError as error:
+        seen["all lost"] = str(error)
+    stop(engine)
+    seen["told"] = told
+    return seen
+
+
+@pytest.mark.slow
+def test_what_a_host_loses_comes_back_from_another(tmp_path: Path) -> None:
+    for seen in run_world(2, losing_disks, str(tmp_path), None, {}):
+        extra, curve, _ = seen["one disk lost"]
+        assert extra == {"job": 2} and curve == seen["straight"]
+        extra, curve, _ = seen["in another layout"]
+        assert extra == {"job": 2} and curve[-1][0] == pytest.approx(seen["straight"][-1][0], rel=1e-3)
+        assert "does not find rank-00000.safetensors" in seen["all lost"]
+
+
+@pytest.mark.slow
+def test_what_all_hosts_lose_comes_back_from_object_storage(tmp_path: Path) -> None:
+    with s3_server() as environment, pytest.MonkeyPatch.context() as patch:
+        for key, value in environment.items():
+            patch.setenv(key, value)
+        url = make_bucket("states", environment) + "/here/"
+        for seen in run_world(2, losing_disks, str(tmp_path), url, environment):
+            assert [type(event) for event in seen["told"]] == [SnapshotUploaded, SnapshotUploaded]
+            extra, curve, faults = seen["both disks lost"]
+            assert extra == {"job": 2} and curve == seen["straight"]
+            assert ["/00000002-" in fault for fault in faults] == [True, True], faults
+            extra, curve, _ = seen["in another layout"]
+            assert extra == {"job": 2} and curve[-1][0] == pytest.approx(seen["straight"][-1][0], rel=1e-3)
+            extra, _, faults = seen["a copy damaged"]
+            assert extra == {"job": 1} and any("has 15 bytes" in fault for fault in faults), faults
+
+
+def test_a_copy_that_cannot_begin_holds_up_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from geotrain.checkpoint import copies, folders
+
+    def full(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    settings, told = CheckpointConfig(snapshots=f"file://{tmp_path}/far", every_minutes=1e-6), list[Event]()
+    run = run_config(QWEN_2, deepspeed_block(1)).model_copy(update={"checkpoint": settings})
+    files = folders.CheckpointFolder(folders.RanksOfWorker(BUSY_S), tmp_path / "here", 2, "", "safetensors")
+    copies.CheckpointCopies(files, run, "w", told.append)
+    for tag, link in (("first", full), ("second", os.link)):
+        monkeypatch.setattr(copies.os, "link", link)
+        files.write(tag, {}, lambda path: path.write_bytes(b"state"))
+        assert until(lambda tag=tag: len(told) == ("first", "second").index(tag) + 1, BUSY_S)  # type: ignore[misc]
+    trouble, uploaded = told
+    assert isinstance(trouble, Trouble) and "not copied to object storage" in trouble.what
+    assert isinstance(uploaded, SnapshotUploaded) and uploaded.number == 2
+
+
+@pytest.mark.slow
+@pytest.mark.long("geotrain/checkpoint", "launch")
+def test_a_launched_worker_goes_on_from_its_copy(tmp_path: Path) -> None:
+    prepare_text(tmp_path)
+    settings = {"every_jobs": 1, "every_minutes": 1e-6, "snapshots": f"file://{tmp_path}/far"}
+    for samples, options in ((12 * BATCH, ()), (16 * BATCH, ("--resume",))):
+        files = write_files(tmp_path, "run", samples, {"eu": [1]}, {}, checkpoint=settings)
+        launched(files, *options)
+        assert status(files[0], "global")["complete"]
+        shutil.rmtree(tmp_path / "run/checkpoints")
+    lines = (tmp_path / "run/events/eu-0.jsonl").read_text().splitlines()
+    troubles = [event["what"] for event in map(json.loads, lines) if event["event"] == "Trouble"]
+    assert len(troubles) == 1 and f"came from file://{tmp_path}/far/small/workers/eu-0/rank-00000/" in troubles[0]
