@@ -2,17 +2,20 @@
 
     python -m benchmarks.studies.short                  all trials: about half an hour of one core
     python -m benchmarks.studies.short --runs 2x1x32x5  some: regions × workers of each × H × jobs of a worker
+    python -m benchmarks.studies.short --runs 4x1x32x5x50   the slowest worker takes 50 % longer, not 10
+    python -m benchmarks.studies.short --scales 0.5 1 2     each rule at the best of these rates
 
 A model of 123,312 parameters in four layers; four sequences of 64 bytes a step; a link that carries all weights in
 fp32 in 45 steps, as `benchmarks.rivals`' slow one does, 4 bits, fragments of two layers, ten steps of overlap. Losses
 are means of 768 windows of each held-out slice. Finished trials are kept in the results file (JSON lines), which is
 committed, and not done again. The last line printed is one JSON object: of each run and optimizer, loss over that of
-synchronous rounds less 1, mean over the seeds.
+synchronous rounds less 1, mean over the seeds, each at its best of the rates that all seeds were run with.
 """
 
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -30,9 +33,11 @@ from geotrain.simulate.spec import RegionSpec, WorkerSpec, WorldSpec
 from geotrain.simulate.world import VirtualWorld
 
 RESULTS = ROOT / "benchmarks/data/short.jsonl"
-STEP_S, SPEEDS = 0.05, (1.0, 1.03, 1.06, 1.1)  # seconds of a step, and what workers take of that
+STEP_S, LATE = 0.05, (0.0, 0.3, 0.6, 1.0)  # seconds of a step; shares of the slowest's lag that workers have
+SPREAD = 10  # percent that the slowest takes longer, where the shape does not say
 MODEL_STEPS, LATENCY_STEPS, OVERLAP_STEPS = 45, 1, 10
 WINDOWS = 768
+KEY = ("run", "optimizer", "rule", "seed", "scale")  # of a row
 RATES = {"adamw": 3e-3, "muon": 0.016}
 SYNC = {"name": "sync", "lr": 1.0, "momentum": 0.0}  # plain averaging
 RULES: dict[str, dict[str, Any]] = {
@@ -43,11 +48,11 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def world(regions: int, workers: int, numel: int) -> WorldSpec:
+def world(regions: int, workers: int, spread: int, numel: int) -> WorldSpec:
     link = LinkSpec(numel * 32 / (MODEL_STEPS * STEP_S) / 1e9, LATENCY_STEPS * STEP_S)
 
     def region(i: int) -> RegionSpec:
-        mine = (WorkerSpec(f"r{i}-w{j}", STEP_S * SPEEDS[(i + j) % len(SPEEDS)]) for j in range(workers))
+        mine = (WorkerSpec(f"r{i}-w{j}", STEP_S * (1 + spread / 100 * LATE[(i + j) % 4])) for j in range(workers))
         return RegionSpec(f"r{i}", tuple(mine), link)
 
     return WorldSpec(tuple(map(region, range(regions))))
@@ -66,16 +71,18 @@ def outer_of(rule: str, local_steps: int) -> OuterConfig:
     return parse(OuterConfig, block, rule)
 
 
-def run(shape: tuple[int, int, int, int], rule: str, optimizer: str, seed: int) -> dict[str, float]:
-    """Train a run; returns the final loss, seconds, utilization. shape: regions, workers of each, H, jobs."""
+def run(shape: str, rule: str, optimizer: str, seed: int, scale: float) -> dict[str, float]:
+    """Train a run, at the usual rate times scale; returns the final loss, seconds, utilization."""
     torch.set_num_threads(1)
-    regions, workers, local_steps, jobs = shape
-    inner = InnerSettings(RATES[optimizer], warmup_share=0.1, muon=0.95 if optimizer == "muon" else None)
+    regions, workers, local_steps, jobs, *rest = map(int, shape.split("x"))
+    spread = rest[0] if rest else SPREAD
+    rate, muon = scale * RATES[optimizer], 0.95 if optimizer == "muon" else None
+    inner = InnerSettings(rate, warmup_share=0.1, muon=muon)
     steps = regions * workers * local_steps * jobs
     study = Study(steps, hidden=48, layers=4, ffn=128, seed=seed, inner=inner)
     model, text = study.model(), carried_text()
     task = training_task(study, outer_of(rule, local_steps), model.start.numel())
-    done = VirtualWorld(world(regions, workers, model.start.numel()), task)
+    done = VirtualWorld(world(regions, workers, spread, model.start.numel()), task)
     report, server = done.run(), done.top.server
     fragments = range(len(task.parameter_map.fragments))
     named = {n: t for f in fragments for n, t in task.parameter_map.split(f, server.weights(f))}
@@ -88,32 +95,30 @@ def run(shape: tuple[int, int, int, int], rule: str, optimizer: str, seed: int) 
 def main() -> None:
     parser = command_line(__doc__, recorded=False)
     shapes = ["2x1x32x5", "2x2x32x5", "2x1x32x20", "2x1x8x20"]
-    parser.add_argument("--runs", nargs="+", default=shapes, help="regions x workers x H x jobs")
+    parser.add_argument("--runs", nargs="+", default=shapes, help="regions x workers x H x jobs [x percent]")
     parser.add_argument("--optimizers", nargs="+", default=list(RATES), choices=list(RATES))
     parser.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--scales", nargs="+", type=float, default=[1.0], help="of the usual rate")
     parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines")
     arguments = parser.parse_args()
     lines = arguments.results.read_text().splitlines() if arguments.results.exists() else []
-    rows = {(r["run"], r["optimizer"], r["rule"], r["seed"]): r for r in map(json.loads, lines)}
-    over: dict[str, float] = {}
-    for shape in arguments.runs:
-        for optimizer in arguments.optimizers:
-            for rule in arguments.rules:
-                for seed in arguments.seeds:
-                    if (key := (shape, optimizer, rule, seed)) not in rows:
-                        regions, workers, local_steps, jobs = map(int, shape.split("x"))
-                        found = run((regions, workers, local_steps, jobs), rule, optimizer, seed)
-                        rows[key] = {"run": shape, "optimizer": optimizer, "rule": rule, "seed": seed, **found}
-                        with arguments.results.open("a") as file:
-                            file.write(json.dumps(rows[key]) + "\n")
-                    print(json.dumps(rows[key]), flush=True)
-                if all((shape, optimizer, "sync", seed) in rows for seed in arguments.seeds):
-                    mine, sync = (
-                        mean(rows[shape, optimizer, r, seed]["loss"] for seed in arguments.seeds)
-                        for r in (rule, "sync")
-                    )
-                    over[f"{shape} {optimizer} {rule}"] = mine / sync - 1
+    kept = ({"scale": 1.0, **row} for row in map(json.loads, lines))
+    rows = {tuple(row[name] for name in KEY): row for row in kept}
+    seeds, scales, over = arguments.seeds, arguments.scales, dict[str, float]()
+    for shape, optimizer in product(arguments.runs, arguments.optimizers):
+        best: dict[str, float] = {}
+        for rule in arguments.rules:
+            for scale, seed in product(scales, seeds):
+                if (key := (shape, optimizer, rule, seed, scale)) not in rows:
+                    rows[key] = dict(zip(KEY, key, strict=True)) | run(shape, rule, optimizer, seed, scale)
+                    with arguments.results.open("a") as file:
+                        file.write(json.dumps(rows[key]) + "\n")
+                print(json.dumps(rows[key]), flush=True)
+            means = (mean(rows[shape, optimizer, rule, seed, scale]["loss"] for seed in seeds) for scale in scales)
+            best[rule] = min(means)
+        sync = best.get("sync", float("nan"))
+        over |= {f"{shape} {optimizer} {rule}": loss / sync - 1 for rule, loss in best.items()}
     print(json.dumps(over))
 
 

@@ -100,9 +100,8 @@ def run(trial: Trial, seed: int, steps: int = FULL.steps, size: dict[str, int] |
     size, steps = size or FULL.size, steps * BATCH // trial.batch
     size = size | {"batch": size.get("batch", BATCH) * trial.batch // BATCH}
     r = Job(trial.method, trial.settings, "published", seed, steps, size).resolved
-    study = r.study
-    if trial.muon:
-        study = replace(study, inner=replace(study.inner, **trial.muon))
+    # Trials name the rows' normalization; the study's methods have it as shipped.
+    study = replace(r.study, inner=replace(r.study.inner, **{"normalize_rows": False, **trial.muon}))
     task = training_task(study, r.outer, r.environment.numel, r.devices)
     make = trial.region_of and trial.region_of(task.parameter_map)
     region = RegionServer if make is None else _with_region_rule(make)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from geotrain.commands.serve import run_alone, run_server
 from geotrain.common.names import GLOBAL
@@ -71,6 +72,7 @@ class Processes:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.processes: list[Any] = []
+        self.stores: list[TCPStore] = []  # in which workers' ranks meet
 
     def _start(self, name: str, environment: dict[str, str], *which: Any) -> Any:
         process = FORKS.Process(target=_process, args=(self.folder / f"{name}.log", environment, which), daemon=True)
@@ -190,9 +192,12 @@ class OwnRun(Processes):
 
     def work(self, region: str, example: str, *more: str, ranks: int = 1) -> list[Any]:
         """Start a worker: an example's name, or TRAINER, which resumes if there is any word more."""
-        port, started = free_ports(1)[0], []
+        started = []
+        # It has its port from the start: one that was free before may be taken when rank 0 has imported torch.
+        self.stores.append(store := TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        meet = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=store.port, TORCHELASTIC_USE_AGENT_STORE="True")
         for rank in range(ranks):
-            place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, TORCHELASTIC_RESTART_COUNT=0, **meet)
             environment = {key: str(value) for key, value in place.items()} if ranks > 1 or example != HF else {}
             started.append(self._start(f"{region}-0.{rank}", environment, example, self.file, region, *more))
         return started

@@ -265,6 +265,12 @@ def in_a_world(how: str, number: int) -> str:
     rank_watch.BEAT_S = 0.2
     from geotrain.inner.runtime.parallel import join
 
+    # Rank 0 keeps the store, as in a run, and stops with it.
+    met = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))
+    if os.environ["RANK"] == "0":
+        kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        met.set("port", str(kept.port))
+    os.environ["MASTER_PORT"] = met.get("port").decode()
     join(timeout_s=WITHIN_S)
     told: list[str] = []
     lost = threading.Event()

@@ -58,7 +58,8 @@ class Method:
 
     def optimizer(self, lr: float) -> InnerSettings:
         """The settings of the workers' optimizer, as far as they are not a part of the search."""
-        return InnerSettings(lr=lr, muon=0.95 if self.inner == "muon" else None)
+        muon = self.inner == "muon"
+        return InnerSettings(lr=lr, muon=0.95 if muon else None, normalize_rows=muon)
 
     def momentum_decay(self, outer: OuterConfig, environment: Environment, steps: int) -> float | None:
         """Momentum decay of our rule, from the workers' true speeds, which a real run does not know in advance."""
