@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from geotrain.common.files import OutputError, out_of_room, write_whole
+from geotrain.common.files import OutputError, out_of_room, read_object, write_whole
 from geotrain.common.names import GLOBAL
 from geotrain.config import EXIT_FOR_GOOD
 from geotrain.launch.check import check_data
@@ -69,10 +69,7 @@ class SiteFiles:
     def record(self) -> dict[str, Any]:
         """Read what the last keeper wrote: process, start and asked, or code and reason once it has ended. Empty
         if there was none."""
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            found: dict[str, Any] = json.loads(self.path("site").with_suffix(".json").read_text())
-            return found
-        return {}
+        return read_object(self.path("site").with_suffix(".json"))
 
     def write_record(self, **what: Any) -> None:
         """Replace the record. Raises OutputError."""

@@ -13,6 +13,7 @@ there are `cordoned.json`, host → why, and for each worker that is formed othe
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import time
@@ -23,10 +24,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from geotrain.common.files import OutputError, write_whole
-from geotrain.config import ClusterConfig, ConfigError, HostConfig, RunConfig, WorkerConfig, WorkerSetup
+from geotrain.common.files import OutputError, read_object, write_whole
+from geotrain.config import (
+    ClusterConfig,
+    ConfigError,
+    HostConfig,
+    RegionConfig,
+    RunConfig,
+    WorkerConfig,
+    WorkerSetup,
+)
 from geotrain.data.dataset import local_files
-from geotrain.launch.launchers.base import HostLauncher, end_file, hostfile_path
+from geotrain.launch.launchers.base import HostLauncher, end_file, hostfile_path, regions_of
 from geotrain.launch.launchers.registry import launcher_of
 from geotrain.launch.one_host import ask, bring_files
 from geotrain.monitor.events import FAILED_MARK, Trouble, WorkerFormed
@@ -52,10 +61,7 @@ class Found:
 
 def cordoned(folder: Path) -> dict[str, str]:
     """Read which hosts are not to be used, each with why. folder: the run's."""
-    with contextlib.suppress(OSError, ValueError):
-        found: dict[str, str] = json.loads((folder / CORDONED).read_text())
-        return found
-    return {}
+    return read_object(folder / CORDONED)
 
 
 def without_cordoned(run: RunConfig, cluster: ClusterConfig, folder: Path) -> ClusterConfig:
@@ -64,13 +70,21 @@ def without_cordoned(run: RunConfig, cluster: ClusterConfig, folder: Path) -> Cl
         return cluster
     from geotrain.plan.reforming import without
 
-    return without(run, cluster, hosts)
+    return without(run, cluster, hosts, may_form)
+
+
+def may_form(region: RegionConfig, worker: WorkerConfig) -> bool:
+    """Whether a worker can be formed of other hosts than it has."""
+    more = len(worker.hosts) + len(region.spare_hosts) > 1
+    return more and not launcher_of(worker).on_this_machine and regions_of(region.name, worker) == (region.name,)
 
 
 def cordon(folder: Path, host: str, why: str | None) -> None:
-    """Put a host out of use; with None for why, back into it. Raises OutputError."""
-    others = {name: said for name, said in cordoned(folder).items() if name != host}
-    write_whole(folder / CORDONED, json.dumps(others if why is None else {**others, host: why}))
+    """Put a host out of use; with None for why, back into it. Raises OSError."""
+    with (folder / f".{CORDONED}").open("a") as lock:  # an operator may cordon one while a launcher does another
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        others = {name: said for name, said in cordoned(folder).items() if name != host}
+        write_whole(folder / CORDONED, json.dumps(others if why is None else {**others, host: why}))
 
 
 def formed_file(worker: str) -> str:
@@ -81,8 +95,8 @@ def formed_here(folder: Path) -> dict[str, dict[str, Any]]:
     """Read what workers are formed of that are not as in the cluster file: worker → hosts, layout, why."""
     found = {}
     for path in sorted(folder.glob(formed_file("*"))):
-        with contextlib.suppress(OSError, ValueError):
-            found[path.name.partition(".")[0]] = json.loads(path.read_text())
+        if of := read_object(path):
+            found[path.name.partition(".")[0]] = of
     return found
 
 
@@ -207,13 +221,17 @@ class Forming:
         """Cordon the hosts whose ranks have logged that their device is not fit to compute."""
         places = [host.host for host in self.formed.hosts for _ in range(host.slots)]  # by rank
         for log in self._logs():
-            with contextlib.suppress(OSError, ValueError, LookupError), log.open("rb") as file:
+            with contextlib.suppress(OSError), log.open("rb") as file:
                 file.seek(self._read.get(log, 0))
-                lines = [line for line in file if line.endswith(b"\n")]
-                self._read[log] = self._read.get(log, 0) + sum(map(len, lines))
-                for said in filter(None, (line.partition(FAILED_MARK.encode())[2] for line in lines)):
-                    failed = json.loads(said)
-                    cordon(self.folder, places[failed["rank"]], f"device {failed['device']}: {failed['what']}")
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    if said := line.partition(FAILED_MARK.encode())[2]:
+                        with contextlib.suppress(ValueError, LookupError, TypeError):
+                            failed = json.loads(said)
+                            why = f"device {failed['device']}: {failed['what']}"
+                            cordon(self.folder, places[failed["rank"]], why)
+                    self._read[log] = self._read.get(log, 0) + len(line)  # now: a full disk may have room later
 
     def _candidates(self, every: bool = False) -> list[HostConfig]:
         """List the hosts that may be used: those that it has, its own, spare ones. every: also those whose time to be

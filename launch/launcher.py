@@ -16,7 +16,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from geotrain.common.files import OutputError, try_lock, write_whole
+from geotrain.common.files import OutputError, read_object, try_lock, write_whole
 from geotrain.common.names import GLOBAL
 from geotrain.config import (
     Address,
@@ -328,13 +328,10 @@ def resolve(
 
 def _is_finished(run: RunConfig, folder: Path) -> bool:
     """Whether the last launch of the run in this folder, from here, has trained all its data and ended well."""
-    try:
-        outcome = json.loads((folder / OUTCOME).read_text())
-    except FileNotFoundError:  # it goes on, was killed, or was none of the whole run
-        return False
+    outcome = read_object(folder / OUTCOME)  # empty: it goes on, was killed, or was none of the whole run
     top = last_status(folder)
     trained = bool(top.get("complete")) and top["committed_samples"] >= run.data.train_samples
-    return trained and outcome["code"] == 0
+    return trained and outcome.get("code") == 0
 
 
 def _launched_before(folder: Path) -> tuple[RunConfig, ClusterConfig] | None:

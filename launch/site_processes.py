@@ -32,7 +32,7 @@ from geotrain.config import (
 from geotrain.emulate import proxy, wan
 from geotrain.emulate.wan import DEVICE, Wan
 from geotrain.launch.check import free_ports, link_to_global
-from geotrain.launch.forming import Forming
+from geotrain.launch.forming import Forming, may_form
 from geotrain.launch.guard import JOB
 from geotrain.launch.launchers.base import HostLauncher, LauncherCommand, WorkerPlace, regions_of
 from geotrain.launch.launchers.registry import launcher_of, worker_commands
@@ -251,8 +251,7 @@ def _worker(
     """
     launcher, regions = launcher_of(worker), regions_of(region, worker)
     formation: Forming | None = None
-    more = len(worker.hosts) + len(request.cluster.region(region).spare_hosts) > 1
-    if more and not launcher.on_this_machine and regions == (region,) and region in request.sites:
+    if may_form(request.cluster.region(region), worker) and region in request.sites:
         formation = Forming(request.run, request.cluster, folder, region, worker, taken)
     whole_here = launcher.on_this_machine and set(regions) <= set(request.sites)
     master, interface = None, "lo"

@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from geotrain.common.files import OutputError, write_whole
+from geotrain.common.files import OutputError, read_object, write_whole
 from geotrain.common.names import ENDLESS_SAMPLES, GLOBAL
 from geotrain.config import ClusterConfig, RegionConfig, RunConfig, Topology, is_loopback
 from geotrain.net.transport.certs import OPERATOR, trust_between
@@ -64,8 +64,8 @@ def ask(cluster: ClusterConfig, servers: Mapping[str, str], within_s: float = AS
 
 def last_words(folder: Path, sites: Iterable[str]) -> dict[str, Status]:
     """Read the last status of servers that have ended, by site, if their folders are on this machine."""
-    files = {site: folder / "servers" / site / "status.json" for site in sites}
-    return {site: json.loads(file.read_text()) for site, file in files.items() if file.exists()}
+    said = {site: read_object(folder / "servers" / site / "status.json") for site in sites}
+    return {site: words for site, words in said.items() if words}
 
 
 def last_status(folder: Path) -> Status:
@@ -80,10 +80,7 @@ def aged(statuses: Mapping[str, Status], now_s: float) -> dict[str, Status]:
 
 def last_seen(folder: Path) -> dict[str, Status]:
     """Read what servers said last to the run's launcher, by site; empty if there is nothing to be read."""
-    with contextlib.suppress(OSError, ValueError):
-        seen: dict[str, Status] = json.loads((folder / SEEN).read_text())
-        return seen
-    return {}
+    return {site: said for site, said in read_object(folder / SEEN).items() if isinstance(said, dict)}
 
 
 # --------------------------------------------------------------------------------------------- what is shown

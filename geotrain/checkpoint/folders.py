@@ -22,6 +22,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from geotrain.common.files import make_folder, out_of_room, size_and_checksum, sync
+from geotrain.config import ConfigError
 
 T = TypeVar("T")
 FORMAT = 3
@@ -132,7 +133,8 @@ class CheckpointFolder:
 
     keep: how many stay. otherwise: what to do where the newest one holds another optimizer's state. suffix: of ranks'
     files. faults: sentences about what `newest` passed over, the same on every rank. may_lack: is set where ranks may
-    not be those that saved, as without a host that is lost: what they cannot read is passed over, too.
+    not be those that saved, as without a host that is lost: what they cannot read is passed over, too. origin: of the
+    run, as `geotrain.net.storage.owner` has it; "": not known.
 
     `copies.py` sets what makes and finds copies elsewhere, as in object storage. written: called by every rank with a
     folder in which its file is, and the manifest. elsewhere: gives manifests that are nowhere here. bring: called by
@@ -143,11 +145,22 @@ class CheckpointFolder:
         self.ranks, self.folder, self._keep, self._otherwise = ranks, folder, keep, otherwise
         self.file = f"rank-{ranks.rank:05d}.{suffix}"
         self.faults: list[str] = []
-        self.may_lack = False
+        self.may_lack, self.origin = False, ""
         self._highest = 0  # number of a checkpoint that was found
         self.written: Callable[[Path, dict[str, Any]], None] = lambda folder, manifest: None
         self.elsewhere: Callable[[], list[dict[str, Any]]] = list
         self.bring: Callable[[dict[str, Any], list[str]], None] = lambda manifest, names: None
+
+    def claim(self, origin: str) -> None:
+        """Keep this folder for the run of that origin. A collective. Raises ConfigError: it holds checkpoints of
+        another run, which this one would begin with, or delete, as if they were its own."""
+        self.origin = origin
+        found = [of for of, _ in manifests(self.folder) if len({origin, of.get("origin", "")} - {""}) > 1]
+        if others := [place for place in self.ranks.gather([self.folder / of["tag"] for of in found][:1]) if place]:
+            raise ConfigError(
+                f"checkpoint {others[0][0]}: is of another run. Nothing was changed: give each run a folder "
+                "(checkpoint.folder, where it is set) and a name of its own, or move that away"
+            )
 
     def write(self, tag: str, manifest: dict[str, Any], write_file: Callable[[Path], object]) -> None:
         """Write a checkpoint; when it is whole, all but the newest `keep` go.
@@ -168,7 +181,7 @@ class CheckpointFolder:
         try:
             numbers = together(lambda: prepare(temporary) if shared.leads else 0, temporary)
             whole = {"format": FORMAT, "tag": tag, **manifest, "number": 1 + max(*numbers, self._highest)}
-            whole |= {"files": dict(together(written, temporary)), "leaders": shared.leaders}
+            whole |= {"files": dict(together(written, temporary)), "leaders": shared.leaders, "origin": self.origin}
             self.written(temporary, whole)
             together(lambda: finish(temporary, final, whole) if shared.leads else None, temporary)
             together(lambda: drop(self.folder, self._keep) if shared.leads else None, self.folder)

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from geotrain.checkpoint import loading
 from geotrain.checkpoint.folders import CheckpointError, CheckpointFolder, RanksOfWorker
 from geotrain.checkpoint.state import described, state_of
-from geotrain.common.files import sync
+from geotrain.common.files import save_tensors
 from geotrain.inner.engine.engine import GeoEngine
 from geotrain.inner.runtime import platform
 from geotrain.staging.cuda import CudaStaging, NoStreams
@@ -126,5 +125,4 @@ class Checkpoints:
 
 
 def _write_file(path: Path, tensors: dict[str, Tensor], places: list[Any]) -> None:
-    save_file(tensors, path, metadata={"shards": json.dumps(places, separators=(",", ":"))})
-    sync(path)
+    save_tensors(path, tensors, {"shards": json.dumps(places, separators=(",", ":"))})

@@ -190,8 +190,10 @@ def cordon(
     It outlives restarts of the launcher; `geotrain uncordon` takes it back. Under the rule `sync` a worker is formed
     anew when it is next started again.
     """
-    live_run(folder).cordon(host, why, here)
-    return Output({"host": host, "why": why}, f"{host} is cordoned: {why}")
+    bound = live_run(folder).cordon(host, why, here)
+    only = "goes on with it: only a worker of several hosts of one region, or with a spare one, is formed anew"
+    keep = f"\n{', '.join(bound)} {only}" if bound else ""
+    return Output({"host": host, "why": why, "bound": bound}, f"{host} is cordoned: {why}{keep}")
 
 
 @command(epilog="Example: geotrain uncordon runs/mine gpu07")
@@ -262,6 +264,8 @@ def rollback(
     from geotrain.commands.export import in_words
     from geotrain.commands.rollback import roll_back, snapshots_of
 
+    if (to is None) != (out is None):
+        raise typer.BadParameter("say both: --to SNAPSHOT and --out FOLDER; neither lists the snapshots")
     if to is None or out is None:
         found = snapshots_of(folder)
         lines = [f"{each['snapshot']}: {in_words(each | {'samples': each['committed_samples']})}" for each in found]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -17,10 +16,10 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from geotrain.common.files import try_lock
+from geotrain.common.files import read_object, try_lock
 from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, load_cluster, load_run, shards_of
-from geotrain.launch.forming import cordon, cordoned, formed_here
+from geotrain.launch.forming import cordon, cordoned, formed_here, may_form
 from geotrain.launch.launcher import OUTCOME
 from geotrain.launch.launchers.ssh import over_ssh
 from geotrain.launch.one_host import ask as run_there
@@ -130,8 +129,9 @@ class LiveRun:
         if GLOBAL not in live and (merged := last_merge(self.folder, self.config)):
             seen[GLOBAL] = {**seen.get(GLOBAL, {}), **merged}
         words = last_words(self.folder, self.servers)
-        outcome = json.loads(path.read_text()) if (path := self.folder / OUTCOME).exists() else None
-        state, reason = judge(live.get(GLOBAL), words.get(GLOBAL), outcome, launcher_runs(self.folder))
+        outcome = read_object(self.folder / OUTCOME)
+        known = outcome if outcome.keys() >= {"code", "reason"} else None
+        state, reason = judge(live.get(GLOBAL), words.get(GLOBAL), known, launcher_runs(self.folder))
         if state is RunState.UNREACHABLE and live:
             reason = f"the global server at {self.servers[GLOBAL]} does not answer, but {', '.join(live)}"
         return RunStatus(state, reason, {**seen, **words, **live}, formed_here(self.folder), cordoned(self.folder))
@@ -166,9 +166,9 @@ class LiveRun:
         what: "expel" or "unban"."""
         return self._send(Topology(self.config, self.cluster).server_of(member), rpc.Control(what, member), COMMAND_S)
 
-    def cordon(self, host: str, why: str | None, here: bool = False) -> None:
+    def cordon(self, host: str, why: str | None, here: bool = False) -> list[str]:
         """Put a host out of use, or back into it (None), where its region is launched. here: by the file in this
-        folder, wherever that is. Raises ConfigError, OutputError."""
+        folder, wherever that is. Returns its workers that cannot do without it. Raises ConfigError, OSError."""
         regions = [
             region
             for region in self.cluster.regions
@@ -190,6 +190,8 @@ class LiveRun:
             )
             if failed:
                 raise ConfigError(f"region {region.name!r} was not reached on {region.ssh}: {failed}")
+        bound = (worker for region in regions for worker in region.workers if not may_form(region, worker))
+        return [worker.name for worker in bound if host in {each.host for each in worker.hosts}]
 
     def profile(self, worker: str, steps: int) -> str:
         """Have a worker's ranks record their next inner steps; returns the answer. Raises Refused, Unreachable,

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from safetensors import SafetensorError
 from zlib_ng.zlib_ng import crc32
 
 MARKER = ".geotrain.json"  # lists the files that were written here, so that no others are ever deleted
@@ -63,6 +64,7 @@ def whole_file(final: Path, mode: str = "w", permissions: int = 0o666) -> Iterat
 
     If the block raises, `final` stays as it was. Raises OutputError.
     """
+    final = Path(os.path.realpath(final))  # a link stays one, to what it names
     temporary = final.with_name(f".{final.name}.{os.getpid()}.partial")
     with _output_errors(final, "cannot be written"):
         try:
@@ -91,7 +93,7 @@ def whole_folder(final: Path, kind: str) -> Iterator[Path]:
     written by this function as the same kind and holds nothing else. If the block raises, nothing is left behind.
     Raises OutputError, if possible before the block is run.
     """
-    final = final.absolute()
+    final = Path(os.path.realpath(final))  # a link stays one, to what it names
     with _output_errors(final, "cannot be created"):
         make_folder(final.parent)
         _clear_up_after_killed_writers(final)
@@ -121,6 +123,26 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def save_tensors(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+    """Write a safetensors file, which others may read as any file, and bring it to the disk. Raises OSError,
+    SafetensorError."""
+    from safetensors.torch import save_file  # it imports torch
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata=metadata)  # puts a file of its own in the place, which its owner alone may read
+    path.chmod(mode)
+    sync(path)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object that is no more than news of a process; empty: there is none, or it is damaged."""
+    with suppress(OSError, ValueError):
+        if isinstance(found := json.loads(path.read_text()), dict):
+            return found
+    return {}
 
 
 def git_lfs_pointer(path: Path) -> str:
@@ -155,8 +177,8 @@ def _output_errors(final: Path, what: str, then: str = "") -> Iterator[None]:
         yield
     except OutputError:
         raise
-    except OSError as error:
-        raise OutputError(f"{final}: {what}: {error.strerror or error}{then}") from None
+    except (OSError, SafetensorError) as error:  # the latter as of a full disk
+        raise OutputError(f"{final}: {what}: {getattr(error, 'strerror', None) or error}{then}") from None
 
 
 def _clear_up_after_killed_writers(final: Path) -> None:
@@ -189,18 +211,14 @@ def locked(folder: Path) -> Iterator[bool]:
 
 def check_replaceable(final: Path, kind: str) -> None:
     """Raise OutputError where `whole_folder` would."""
-    if not final.exists() and not final.is_symlink():
+    if not final.exists():
         return
     if not final.is_dir():
         raise OutputError(f"{final}: exists and is not a folder; choose another output")
     present = {str(path.relative_to(final)) for path in final.rglob("*") if not path.is_dir() or path.is_symlink()}
     if not present:
         return
-    try:
-        marker = json.loads((final / MARKER).read_text())
-    except (OSError, ValueError):
-        marker = {}
-    if not isinstance(marker, dict) or marker.get("kind") != kind:
+    if (marker := read_object(final / MARKER)).get("kind") != kind:
         raise OutputError(f"{final}: exists and is no older {kind} of GeoTrain; choose another output or remove it")
     foreign = sorted(present - {MARKER, *marker.get("files", [])})
     if foreign:

@@ -61,7 +61,7 @@ class Block(BaseModel):
     elsewhere: ClassVar[Mapping[str, str]] = {}
     paths: ClassVar[tuple[str, ...]] = ()
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     def differing(self, *keys: str) -> list[str]:
         """Select those of the keys that exist in this block and do not hold their default."""

@@ -10,7 +10,7 @@ from geotrain.config.block import Block, PositiveFloat, PositiveInt
 
 MOST_SETS = 1024
 
-Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0)]
 
 
 class DataSet(Block):
@@ -19,7 +19,7 @@ class DataSet(Block):
     prefix: str = Field(
         description="Prefix of its .bin/.idx pair: a path or a URL (s3://…, hf://…, any of fsspec's)."
     )
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+    weight: PositiveFloat | None = Field(
         None, description="Share of the samples, relative to the others'; null: 1. Not with data.curriculum."
     )
 

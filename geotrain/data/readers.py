@@ -286,6 +286,8 @@ def _check_column(path: Path, schema: Any, text_key: str) -> None:
     if text_key not in schema.names:
         columns = ", ".join(schema.names[:8])
         raise DataError(f"{path}: no column {text_key!r}; columns: {columns}; name it by --text-key")
+    if schema.names.count(text_key) > 1:
+        raise DataError(f"{path}: has several columns {text_key!r}; rename all but the one that is meant")
     kind = schema.field(text_key).type
     try:
         pyarrow.nulls(0, kind).cast(pyarrow.large_binary())  # strings and bytes, long or short, views and categories

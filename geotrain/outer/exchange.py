@@ -123,7 +123,7 @@ class Exchange:
         self.rank, self.weights, self.client = rank, weights, client
         self.chunks, self.groups, self.all = chunks, groups, tuple(range(len(chunks)))
         self.report: Callable[[Event], None] = _report_nowhere  # takes what happens to leases and updates
-        self.incarnation = ""
+        self.incarnation = self.origin = ""  # of the worker; of the run, see `Welcome`
         self.server_incarnations = [""] * len(chunks)  # of the server that gave the last weights of each fragment
         self.sequences = [1] * len(chunks)  # of the next update of each fragment
         self.step = 0  # inner steps in this incarnation of the worker
@@ -148,7 +148,7 @@ class Exchange:
         names = i.run, i.config_digest, i.parameter_map_digest, i.model, self.name, incarnation
         join = Join(*names, part=rank.rank, parts=rank.world_size, pushes=w.pushes, holds=w.holds, data=i.data)
         welcome = self.client.join(join)
-        self.sequences, self.next_job = list(welcome.sequences), welcome.job
+        self.sequences, self.next_job, self.origin = list(welcome.sequences), welcome.job, welcome.origin
         self.server_incarnations = list(welcome.incarnations)
         yield from self.adopt_newest()
         return welcome.job

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from zlib_ng.zlib_ng import crc32
 
-from geotrain.common.files import OutputError, make_folder, whole_file
+from geotrain.common.files import OutputError, make_folder, save_tensors, whole_file
 from geotrain.parameters.parameter_file import plain_name
 
 
@@ -46,7 +45,7 @@ def save_parameters(path: str | Path, model: nn.Module) -> None:
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from None
     with whole_file(path, "wb") as file:
-        save_file(tensors, file.name, metadata={"format": "pt", "fixed": json.dumps(fixed, sort_keys=True)})
+        save_tensors(Path(file.name), tensors, {"format": "pt", "fixed": json.dumps(fixed, sort_keys=True)})
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -41,6 +41,11 @@ class LoopCheckpoints:
         self._described = {"model": model, "optimizer": kinds, "layout": {"ranks": ranks.world_size}}
         self._readable = False  # whether torch has read such a file back
 
+    def claim(self, origin: str) -> None:
+        """Refuse a folder that holds another run's state (`CheckpointFolder.claim`), where there is any to save."""
+        if self._state:
+            self.files.claim(origin)
+
     def save(self, job: int) -> str:
         """Save after this job. Returns what a person should know if there was no room on the disk; else "". Without
         room training goes on, and the next save tries again. Raises CheckpointError."""

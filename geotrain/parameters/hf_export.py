@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from geotrain.common.files import whole_folder
+from geotrain.common.files import save_tensors, whole_folder
 from geotrain.families import architecture_from_hf, family_of
 from geotrain.families.reading import SPECIAL_IDS, special_ids
 from geotrain.parameters.hf_checkpoint import INDEX, SINGLE, DType, HFCheckpointError, some
@@ -119,7 +118,7 @@ def _write_shards(
             raise HFCheckpointError(f"export: tensor {name!r} is not finite in {str(dtype).removeprefix('torch.')}")
         waiting[file][name] = converted
         if len(waiting[file]) == len(shards[file]):  # whole: write it, and let go of its memory
-            save_file(waiting.pop(file), folder / file, metadata={"format": "pt"})
+            save_tensors(folder / file, waiting.pop(file), {"format": "pt"})
     if wanted:
         raise HFCheckpointError(f"export: {some(list(wanted))} missing")
 

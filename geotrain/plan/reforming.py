@@ -7,12 +7,20 @@ micro-batches in a step. Any parallel layout loads any checkpoint.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import combinations_with_replacement
 
-from geotrain.config import ClusterConfig, DeviceConfig, HostConfig, RunConfig, WorkerConfig, WorkerSetup
+from geotrain.config import (
+    ClusterConfig,
+    DeviceConfig,
+    HostConfig,
+    RegionConfig,
+    RunConfig,
+    WorkerConfig,
+    WorkerSetup,
+)
 from geotrain.config.cluster import LinkConfig
-from geotrain.plan.inventory import Host, Pins, PlanTask
+from geotrain.plan.inventory import Host, Pins, PlanError, PlanTask
 from geotrain.plan.layouts import ParallelLayout, Refusals, nothing_fits
 from geotrain.plan.model.network import LinkTable
 from geotrain.plan.spanning import found_layouts
@@ -101,16 +109,24 @@ def task_of(
     return PlanTask(run, pins, cluster, run.architecture, LinkTable(cluster), by_place)
 
 
-def without(run: RunConfig, cluster: ClusterConfig, hosts: Collection[str]) -> ClusterConfig:
-    """Form the workers anew that have one of these hosts, of those that they have besides. Raises PlanError where no
-    layout fits."""
+def without(
+    run: RunConfig,
+    cluster: ClusterConfig,
+    hosts: Collection[str],
+    may_form: Callable[[RegionConfig, WorkerConfig], bool],
+) -> ClusterConfig:
+    """Form the workers anew that have one of these hosts and may be formed, of those that they have besides, and of
+    spare ones. Raises PlanError where no layout fits, or no host is left."""
 
-    def left(region: str, worker: WorkerConfig) -> WorkerConfig:
-        mine = [host for host in worker.hosts if host.host not in hosts]
-        return worker if len(mine) == len(worker.hosts) else reform(run, cluster, region, worker, mine)
+    def formed(region: RegionConfig) -> RegionConfig:
+        spare, workers = [host for host in region.spare_hosts if host.host not in hosts], list[WorkerConfig]()
+        for worker in region.workers:
+            mine = [host for host in worker.hosts if host.host not in hosts]
+            if (lacks := len(worker.hosts) - len(mine)) and may_form(region, worker):
+                if not (mine := [*mine, *spare[:lacks]]):
+                    raise PlanError(f"worker {worker.name!r}: all its hosts are cordoned; `geotrain uncordon` one")
+                spare, worker = spare[lacks:], reform(run, cluster, region.name, worker, mine)
+            workers.append(worker)
+        return region.model_copy(update={"workers": tuple(workers)})
 
-    regions = tuple(
-        region.model_copy(update={"workers": tuple(left(region.name, worker) for worker in region.workers)})
-        for region in cluster.regions
-    )
-    return cluster.model_copy(update={"regions": regions})
+    return cluster.model_copy(update={"regions": tuple(map(formed, cluster.regions))})

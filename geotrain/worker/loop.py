@@ -104,8 +104,9 @@ class WorkerLoop:
 
     shards: the fp32 masters that this rank owns. device: where it trains. validate: called with the number of a
     validation that a lease asks for, before the lease is trained. save: called with a job's number when the worker's
-    own state is to be saved. report: in place of the member's. peak_flops_per_token_s: the worker's peak FLOP/s over
-    the FLOPs of one token, for the utilization (MFU); None: not known. expect: called with the lease after this one
+    own state is to be saved. joined: called with the run's origin before anything is asked of it. report: in place of
+    the member's. peak_flops_per_token_s: the worker's peak FLOP/s over the FLOPs of one token, for the utilization
+    (MFU); None: not known. expect: called with the lease after this one
     once it is known, in another thread, for data that take long. adopt_last: whether the masters end as the run's
     newest weights, and not as this worker trained them. lost: called, in another thread, when a rank of the worker
     hangs; None: the loop is the user's. ends: called after a job, where it is set: whether the worker ends now, to be
@@ -121,6 +122,7 @@ class WorkerLoop:
         *,
         validate: Callable[[int], None] = lambda number: None,
         save: Callable[[int], None] = lambda job: None,
+        joined: Callable[[str], None] = lambda origin: None,
         report: Callable[[dict[str, Any]], None] | None = None,
         expect: Callable[[Lease], None] = lambda lease: None,
         peak_flops_per_token_s: float | None = None,
@@ -131,6 +133,7 @@ class WorkerLoop:
         self.ends: Callable[[], bool] | None = None
         self.run, self.name, self.client = member.run, member.name, member.client
         self.validate, self.save, self.report, self.expect = validate, save, report or member.report, expect
+        self.joined = joined
         self.peak_flops_per_token_s, self._adopt_last = peak_flops_per_token_s, adopt_last
         clock = time.perf_counter
         self.laps = PhaseTimer(clock, "compute", "communication", "waiting", "checkpoint")
@@ -172,6 +175,7 @@ class WorkerLoop:
             self.client.on_sent = lambda *update: write(UpdateStage(update_id(self.name, *update), "sent"))
             self.exchange.report = write
         job = wait_for(self.exchange.start(self.member.identity, incarnation))
+        self.joined(self.exchange.origin)
         self.laps.restart()
         self._ask(job)
         self._last_job = job - 1  # by this worker's earlier incarnations

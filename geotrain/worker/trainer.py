@@ -51,6 +51,7 @@ class Trainer:
             engine.device,
             validate=self.validate,
             save=self.save,
+            joined=self.checkpoints.files.claim,
             expect=lambda lease: loader.expect(lease.start, lease.samples),
             report=self.report,
             peak_flops_per_token_s=peak_flops_per_token_s,

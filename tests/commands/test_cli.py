@@ -237,6 +237,7 @@ def test_a_run_that_left_nothing(tmp_path: Path, geotrain: Run, refused: Callabl
         assert "the server at 127.0.0.1:0 does not answer" in refused(command[0], tmp_path, *command[1:])
     assert "'mars'" in refused("expel", tmp_path, "mars")
     assert "holds no snapshot that is whole" in refused("export", tmp_path, tmp_path / "out")
+    assert "say both" in refused("rollback", tmp_path, "--to", "1")
     assert not (tmp_path / "out").exists()
 
 

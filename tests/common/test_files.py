@@ -5,8 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from geotrain.common.files import OutputError, out_of_room, whole_file, whole_folder
+from geotrain.common.files import OutputError, out_of_room, save_tensors, whole_file, whole_folder, write_whole
+from tests.support.disks import small_disk
 
 
 def names(folder: Path) -> list[str]:
@@ -125,3 +127,31 @@ def test_room_is_asked_of_errors_that_lead_back_to_themselves() -> None:
     assert not out_of_room(one)
     other.__cause__ = OSError(errno.ENOSPC, "full")
     assert out_of_room(one)
+
+
+def test_a_link_stays_one_to_what_it_names(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    file, folder = (tmp_path / name for name in ("file", "folder"))
+    for link in (file, folder):
+        link.symlink_to(tmp_path / "disk" / link.name)
+    for text in ("first", "second"):
+        write_whole(file, text)
+        with whole_folder(folder, "export") as inside:
+            (inside / "a").write_text(text)
+        assert file.is_symlink() and folder.is_symlink()
+        assert (tmp_path / "disk/file").read_text() == (tmp_path / "disk/folder/a").read_text() == text
+
+
+@pytest.mark.root
+def test_a_full_disk_is_told_by_whichever_library(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        full = pytest.raises(OutputError, match=r"a: cannot be written: .*No space left")
+        with full, whole_folder(disk / "a", "x") as a:
+            save_tensors(a / "x", {"x": torch.ones(1 << 16)}, {})
+        assert not names(disk)
+
+
+def test_a_file_of_tensors_may_be_read_as_any_other(tmp_path: Path) -> None:
+    save_tensors(tmp_path / "tensors", {"x": torch.ones(2)}, {"a": "b"})
+    write_whole(tmp_path / "text", "")
+    assert (tmp_path / "tensors").stat().st_mode == (tmp_path / "text").stat().st_mode

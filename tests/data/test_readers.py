@@ -178,6 +178,10 @@ def test_damaged_parquet_is_an_error(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), path)
     with pytest.raises(DataError, match="holds int64, not strings"):
         documents(path)
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"])
+    pyarrow.parquet.write_table(twice, path)
+    with pytest.raises(DataError, match="has several columns 'text'"):
+        documents(path)
 
 
 COLUMNS = {  # as pandas writes categories, polars views, and crawlers bytes

@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from geotrain.common.files import save_tensors
 from geotrain.config import ParallelConfig
 from tests.support.cuda_emulator import Cuda
 from tests.support.inner_worlds import LLAMA, deepspeed_block, masters, micro_batches, run_world, start, stop
@@ -24,10 +24,10 @@ GPU = SimpleNamespace(HAS_CUDA=True, backend=lambda: "gloo", device=lambda: torc
 FORMS = ("exact", "delayed")
 
 
-def save_copies(tensors: dict[str, Tensor], *args: Any, **options: Any) -> None:
-    """safetensors' own `save_file`, which reads memory in Rust: here torch reads it first, where the emulator
+def save_copies(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """`save_tensors`, whose library reads memory in Rust: here torch reads it first, where the emulator
     looks."""
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, *args, **options)
+    save_tensors(path, {name: tensor.clone() for name, tensor in tensors.items()}, metadata)
 
 
 def run(cuda: Cuda, form: str | None, folder: Path | None = None) -> None:
@@ -52,7 +52,7 @@ def run(cuda: Cuda, form: str | None, folder: Path | None = None) -> None:
         for step in range(3):
             engine.train_step(given[step], step)
         if folder is not None:
-            stack.enter_context(mock.patch.object(saving, "save_file", save_copies))
+            stack.enter_context(mock.patch.object(saving, "save_tensors", save_copies))
             checkpoints = saving.Checkpoints(engine, folder, keep=1)
             for turn in range(2):  # the second into the buffer of the first
                 checkpoints.save(f"job-{turn}", {})

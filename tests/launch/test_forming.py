@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from geotrain.common.files import OutputError
 from geotrain.config import ConfigError, load_cluster, load_run
-from geotrain.launch.forming import Forming, cordon, cordoned, formed_here
+from geotrain.launch import forming as forming_module
+from geotrain.launch.forming import Forming, cordon, cordoned, formed_here, without_cordoned
 from geotrain.monitor.events import FAILED_MARK, Trouble, WorkerFormed
+from geotrain.plan.inventory import PlanError
 from tests.support.process_trees import until
 from tests.support.small_runs import write_files
 
@@ -129,15 +135,22 @@ def test_a_cordoned_host_is_left_at_a_jobs_end_and_at_a_launch(tmp_path: Path) -
     assert hosts(again) == ["b"] and "without a: cordoned: a fan is loud" in again.events[0].why  # type: ignore[attr-defined]
     cordon(tmp_path, "a", None)
     assert asked_to_end(again) and started_again(again) == ["a", "b"]
-    cordon(tmp_path, "a", "again")
-    cordon(tmp_path, "b", "again")
-    with pytest.raises(ConfigError, match=r"worker 'eu-0': cordoned: a, b: no host is left"):
+    with ThreadPoolExecutor(8) as pool:  # an operator's and a launcher's at once
+        deque(pool.map(lambda host: cordon(tmp_path, host, "again"), [*HOSTS[2:], *"efgh", *HOSTS[:2]]), maxlen=0)
+    assert cordoned(tmp_path) == dict.fromkeys("abcdefgh", "again")
+    with pytest.raises(PlanError, match="worker 'eu-0': all its hosts are cordoned"):
+        without_cordoned(site.run, site.cluster, tmp_path)
+    (tmp_path / "spare").mkdir()
+    spare = Site(tmp_path / "spare", "a", spare=("b", "s"))
+    used = without_cordoned(spare.run, spare.cluster, tmp_path)
+    assert [[host.host for host in worker.hosts] for _, worker in used.workers] == [["s"], ["z"]]
+    with pytest.raises(ConfigError, match=r"worker 'eu-0': cordoned: .*: no host is left"):
         site.worker()
     assert not asked_to_end(again) and isinstance(again.events[-1], Trouble)
     assert "stays as it is" in again.events[-1].what
 
 
-def test_a_host_with_a_broken_device_is_cordoned(tmp_path: Path) -> None:
+def test_a_host_with_a_broken_device_is_cordoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site, said = Site(tmp_path, *HOSTS[:2]), tmp_path / "logs/eu-0.1.log"
     said.parent.mkdir()
     broken = {"worker": "eu-0", "rank": 2, "host": "node7", "device": "0000:3B:00.0", "what": "Xid 79"}
@@ -146,6 +159,9 @@ def test_a_host_with_a_broken_device_is_cordoned(tmp_path: Path) -> None:
     assert not asked_to_end(forming)
     with said.open("a") as log:
         print(f"{FAILED_MARK}{json.dumps(broken)}", file=log)
+    with monkeypatch.context() as full:
+        full.setattr(forming_module, "write_whole", Mock(side_effect=OutputError("no space")))
+        assert not asked_to_end(forming)
     assert asked_to_end(forming) and cordoned(tmp_path) == {"b": "device 0000:3B:00.0: Xid 79"}
     assert started_again(forming) == ["a"]
 

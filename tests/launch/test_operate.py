@@ -14,6 +14,7 @@ from rich.console import Console
 from geotrain.commands.logs import stream
 from geotrain.commands.operate import LiveRun, RunState, RunStatus, judge, launcher_runs, picture
 from geotrain.config import ConfigError
+from geotrain.launch.forming import without_cordoned
 from geotrain.launch.launcher import locked
 from geotrain.launch.terminal import SEEN, RunDisplay, last_seen, new_console
 from tests.support.command_line import say
@@ -100,6 +101,24 @@ def test_a_run_whose_servers_die_one_after_another(tmp_path: Path) -> None:
         for server in site.servers:
             server.process.kill()
             server.process.join()
+
+
+def test_news_that_are_damaged_are_passed_over(tmp_path: Path) -> None:
+    Site(tmp_path)
+    files = [tmp_path / name for name in ("outcome.json", "seen.json", "servers/global/status.json")]
+    (tmp_path / "servers/global").mkdir(parents=True)
+    for content in (b"", b"[1]", b"\xff", b'{"global": 3}'):
+        for file in files:
+            file.write_bytes(content)
+        assert LiveRun(tmp_path).see().state is RunState.UNREACHABLE, content
+
+
+def test_a_host_that_its_worker_cannot_do_without_is_told(tmp_path: Path) -> None:
+    Site(tmp_path)
+    done = say("cordon", tmp_path, "localhost")
+    assert done.returncode == 0 and "localhost is cordoned: by hand a, b goes on with it: only a" in done.text
+    run = LiveRun(tmp_path)
+    assert without_cordoned(run.config, run.cluster, tmp_path) == run.cluster
 
 
 def test_a_snapshot_that_failed_is_reported_and_only_the_global_one_must_succeed(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch import nn
 
 import geotrain
+from geotrain.checkpoint.folders import CheckpointFolder
 from geotrain.config import ConfigError, RunConfig, load_run
 from geotrain.outer.codec import NonFiniteError
 from geotrain.own_loop.loop import OwnStep
@@ -176,6 +178,9 @@ def test_the_state_is_saved_after_so_many_jobs_each_and_before_leaving(tmp_path:
     assert saved == [*((job, False) for job in range(every, jobs + 1, every)), (jobs, False)]
 
 
+Begin = Callable[..., geotrain.OuterLoop]
+
+
 class Numbers:
     """A data set of five samples."""
 
@@ -187,7 +192,7 @@ class Numbers:
 
 
 @pytest.fixture
-def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., geotrain.OuterLoop]:
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
     """Makes the loop of the only worker. keys: of the run file, besides `write_run`'s."""
 
     def begun(model: nn.Module, keys: dict[str, Any], **more: Any) -> geotrain.OuterLoop:
@@ -207,14 +212,20 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., geot
     return begun
 
 
+def test_a_loop_claims_the_folder_of_its_state(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CheckpointFolder, "claim", claim := Mock())
+    begin(network(), {}, state={"sgd": torch.optim.SGD(network().parameters())})
+    assert claim.call_count == 1
+
+
 @pytest.fixture
-def outer(begin: Callable[..., geotrain.OuterLoop], request: pytest.FixtureRequest) -> geotrain.OuterLoop:
+def outer(begin: Begin, request: pytest.FixtureRequest) -> geotrain.OuterLoop:
     """The loop of the only worker. A parameter is the run's ramp of the batch."""
     ramp = {"data": {"rampup_batch_size": request.param}} if hasattr(request, "param") else {}
     return begin(network(), ramp)
 
 
-def test_after_a_validation_forwards_take_the_workers_own_weights(begin: Callable[..., geotrain.OuterLoop]) -> None:
+def test_after_a_validation_forwards_take_the_workers_own_weights(begin: Begin) -> None:
     """Forwards take a copy of the masters, which `refresh` makes, as under DeepSpeed."""
     model, validated = network(), list[bool]()
 

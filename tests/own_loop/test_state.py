@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from geotrain.checkpoint.folders import CheckpointError
+from geotrain.config import ConfigError
 from geotrain.own_loop.rank import TorchRank
 from geotrain.own_loop.state import LoopCheckpoints
 from tests.support.inner_worlds import run_world
@@ -54,6 +56,16 @@ def test_the_state_saved_last_is_loaded_and_a_damaged_one_is_passed_over(tmp_pat
         file.write_bytes(damaged)
         assert checkpoints(tmp_path, adam=new).load() == 102, place
     assert checkpoints(tmp_path / "elsewhere", adam=new).load() == 0 and checkpoints(tmp_path).load() == 0
+
+
+def test_another_runs_state_is_left_as_it_is(tmp_path: Path) -> None:
+    for origin in ("one", "one", ""):  # "": it is not known yet
+        mine = checkpoints(tmp_path, adam=trained(network()))
+        mine.claim(origin)
+        assert mine.save(3) == ""
+        with pytest.raises(ConfigError, match="job-00000003: is of another run") if origin else nullcontext():
+            checkpoints(tmp_path, adam=trained(network())).claim("two")
+    checkpoints(tmp_path).claim("two")  # that saves nothing
 
 
 def as_one_of_two(folder: str) -> str:

@@ -14,6 +14,7 @@ import torch
 
 from geotrain.config import (
     AccoConfig,
+    ConfigError,
     FragmentConfig,
     MonitorConfig,
     OuterConfig,
@@ -164,7 +165,8 @@ def try_a_lost_state() -> list[str]:
 
     run = run_of(OUTER["halos"])
     run = run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update={"every_jobs": 1})})
-    servers, told, left = LocalServers(run), list[str](), iter(range(4))
+    servers, other, told, left = LocalServers(run), LocalServers(run), list[str](), iter(range(4))
+    servers.region.origin = "one"
     engine: Any = start(MODEL, ParallelConfig(), run.deepspeed)
     train_step = engine.train_step
 
@@ -181,6 +183,9 @@ def try_a_lost_state() -> list[str]:
             with pytest.raises(Died) if step is dies else nullcontext():
                 trainer.train(resume=step is not dies)
             trainer.checkpoints.wait()
+            other.region.origin = f"not {servers.region.origin}"
+            with pytest.raises(ConfigError, match="is of another run"):
+                Trainer(member_of(run, other, LocalClient(other), folder), engine, loader_of()).train(resume=False)
             for manifest in Path(folder, "w").glob("*/manifest.json"):
                 manifest.write_bytes(b"")
     with mock.patch("os._exit", lambda code: told.append(f"ends with {code}")):

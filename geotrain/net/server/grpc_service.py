@@ -392,7 +392,7 @@ class GrpcService:
         if self.credentials is None and not is_this_machine(plain_peer(context.peer())):
             raise Refused("without TLS, a run is steered from the server's own machine only; see `geotrain certs`")
         control = wire.unpack(request, rpc.Control)
-        what, name = control.what[:40], control.name[:40]
+        what, name = control.what, control.name
         if what == "snapshot":
             try:
                 text = await self._snapshot()
