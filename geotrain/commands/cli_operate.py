@@ -273,5 +273,5 @@ def rollback(
             lines.append("The journal may hold more: `geotrain snapshot`, of a live run, makes one of it.")
         return Output(found, "\n".join(lines))
     skipped = roll_back(folder, to, out)
-    launch = f"geotrain launch RUN.json CLUSTER.json --set folder={out} --resume"
+    launch = f"geotrain launch RUN.json CLUSTER.json --set folder={out} --resume --without-checkpoints"
     return Output({"folder": out, "skipped_samples": skipped}, f"{skipped:,} samples are skipped; train on: {launch}")

@@ -31,6 +31,7 @@ from geotrain.launch.site_processes import LaunchRequest
 from geotrain.net.server.enrollment_server import CERTIFICATES, WEIGHTS, EnrollmentServer
 from geotrain.net.server.server_process import serve
 from geotrain.net.server.server_setup import ServerSetup
+from geotrain.net.storage.snapshots import alone_in
 from geotrain.net.transport import rpc
 from geotrain.net.transport.enrollment import TOKEN
 
@@ -126,20 +127,21 @@ def run_alone(
     if not first.outer.flat:
         raise ConfigError("--set outer.levels: whoever joins speaks to this server itself; regions need a run file")
     rpc.check_free(address)
-    enrollments = EnrollmentServer(folder, make_run, address, workers or 1)
-    if enrollments.run is not None:
-        again = make_run(enrollments.run.outer.local_steps, enrollments.run.samples_per_step)
-        if differ := config_changes(enrollments.run, again):
-            raise ConfigError(f"{folder}: began otherwise ({'; '.join(differ)}); resume with the same options")
-        enrollments.run = again
-    print(
-        f"geotrain serve: {name} listens at {others_say}. In each worker:\n  export {TOKEN}={enrollments.token}\n"
-        f'  geotrain.OuterLoop.join("{others_say}", "NAME", model, every=64)',
-        flush=True,
-    )
-    run, cluster = asyncio.run(enrollments.first_members())
-    state, newest, enroll = folder / "servers" / GLOBAL, enrollments.newest, enrollments.enroll
-    return serve(ServerSetup(run, cluster, GLOBAL, state, newest=newest, enroll=enroll), resume=True)
+    with alone_in(folder):  # one that waits for its first workers would begin the run of another anew
+        enrollments = EnrollmentServer(folder, make_run, address, workers or 1)
+        if enrollments.run is not None:
+            again = make_run(enrollments.run.outer.local_steps, enrollments.run.samples_per_step)
+            if differ := config_changes(enrollments.run, again):
+                raise ConfigError(f"{folder}: began otherwise ({'; '.join(differ)}); resume with the same options")
+            enrollments.run = again
+        print(
+            f"geotrain serve: {name} listens at {others_say}. In each worker:\n  export {TOKEN}={enrollments.token}\n"
+            f'  geotrain.OuterLoop.join("{others_say}", "NAME", model, every=64)',
+            flush=True,
+        )
+        run, cluster = asyncio.run(enrollments.first_members())
+        state, newest, enroll = folder / "servers" / GLOBAL, enrollments.newest, enrollments.enroll
+        return serve(ServerSetup(run, cluster, GLOBAL, state, newest=newest, enroll=enroll), resume=True)
 
 
 def own_address() -> str:

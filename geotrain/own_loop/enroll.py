@@ -55,6 +55,8 @@ def enroll(
     known = Token.read(given)
     found = dict(named_tensors(module_of(model)))
     trained = {n: found[n] for n in sorted(found) if found[n].requires_grad and 0 not in shape_of(found[n])}
+    if not trained:
+        raise ConfigError("the model has no parameter that requires a gradient")
     shapes = {name: shape_of(tensor) for name, tensor in trained.items()}
     fixed = {name: fingerprint(tensor) for name, tensor in found.items() if name not in trained}
     said = {"every": every, "samples_per_step": samples_per_step, "shapes": shapes, "fixed": fixed}

@@ -211,7 +211,7 @@ class OuterLoop:
             digest = member.parameter_map.digest
             self._files = LoopCheckpoints(member.checkpoints, rank, state or {}, digest, run.checkpoint.keep)
             trained = rank, masters.shards, masters.device
-            calls = {"validate": self._on_validation, "save": self._save, "joined": self._files.claim}
+            calls: Any = {"validate": self._on_validation, "save": self._save, "joined": self._files.claim}
             self.loop = WorkerLoop(member, *trained, **calls, adopt_last=True)
             opened.callback(self.loop.watch.stop)
             self.resumed_job = self._files.load() if resume else 0

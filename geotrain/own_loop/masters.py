@@ -6,6 +6,7 @@ Nothing here imports DeepSpeed: what its engines put on parameters is recognized
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import pairwise
 from math import prod
 from typing import Any, cast
 
@@ -49,6 +50,13 @@ class Masters:
         self._places: list[tuple[str, Callable[[], Tensor], tuple[int, torch.Size]]] = []
         for name, parameter in self.named.items():
             self.shards += self._owned(name, parameter)
+        spans = sorted((at, at + view().nbytes, name) for name, view, (at, _) in self._places)
+        for (_, end, one), (begin, _, other) in pairwise(spans):
+            if begin < end:
+                raise ConfigError(
+                    f"parameters {one} and {other} share memory, and each would overwrite the other: tie them as one "
+                    "parameter of two names, or copy one"
+                )
         # Where ZeRO offloads masters, they and their deltas stay on the host.
         self.device = self.shards[0].master.device if self.shards else next(iter(self.named.values())).device
 
@@ -259,7 +267,10 @@ def module_of(model: nn.Module) -> nn.Module:
             "frozen parameters are compared, too"
         )
     engine: Any = model
-    return engine.module if hasattr(engine, "module") and hasattr(engine, "optimizer") else model
+    module = engine.module if hasattr(engine, "module") and hasattr(engine, "optimizer") else model
+    if lacks := next((name for name, tensor in named_tensors(module) if tensor.is_meta), None):
+        raise ConfigError(f"{lacks} is on the meta device, where it has no values: give the model its values before")
+    return module
 
 
 def shape_of(parameter: Tensor) -> tuple[int, ...]:

@@ -86,6 +86,16 @@ def test_a_model_that_changes_after_the_start_is_an_error(tmp_path: Path, change
         masters.check()
 
 
+def test_parameters_that_share_memory_or_have_no_values_are_refused(tmp_path: Path) -> None:
+    model = network()
+    parameter_map, values = known(model, tmp_path), torch.zeros(17)
+    model[0].weight.data, model[2].weight.data = values[:15].view(5, 3), values[7:].view(2, 5)
+    with pytest.raises(ConfigError, match=r"0\.weight and 2\.weight share memory"):
+        Masters(parameter_map, model, 0, 1)
+    with pytest.raises(ConfigError, match=r"0\.weight is on the meta device"):
+        Masters(parameter_map, network().to("meta"), 0, 1)
+
+
 def test_what_is_not_trained_is_the_same_in_all_regions(tmp_path: Path) -> None:
     model = mixed()
     parameter_map = known(model, tmp_path)

@@ -26,13 +26,15 @@ from torch.distributed.fsdp import fully_shard
 
 import geotrain
 from geotrain.commands.export import export_run
+from geotrain.commands.serve import run_alone
 from geotrain.common.ports import why_not_bound
 from geotrain.config import Address, ConfigError, changed_run
 from geotrain.launch.check import free_ports
 from geotrain.net.server.enrollment_server import CERTIFICATES, EnrollmentServer
+from geotrain.net.storage.snapshots import StoreError, alone_in
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import SECRET, CertificateError, Credentials, Trust, open_channel
-from geotrain.net.transport.enrollment import EnrollmentClient
+from geotrain.net.transport.enrollment import EnrollmentClient, Token
 from geotrain.outer.messages import Refused
 from geotrain.own_loop import loop as own_loop
 from geotrain.worker import rank_watch
@@ -301,6 +303,13 @@ def test_an_address_alone_is_too_little(options: dict[str, Any], kind: type[Exce
         geotrain.OuterLoop.join("127.0.0.1:1", "eu", network(), every=8, **options)
     with pytest.raises(ConfigError, match=r"OuterLoop.join\('127.0.0.1:1', name"):
         geotrain.OuterLoop("127.0.0.1:1", "eu", network())
+    with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
+        geotrain.OuterLoop.join("127.0.0.1:1", "eu", nn.Tanh(), every=8, token=str(Token("0" * 64, "0" * 32)))
+
+
+def test_a_folder_is_served_once_at_a_time(tmp_path: Path) -> None:
+    with alone_in(tmp_path / "a"), pytest.raises(StoreError, match="another server is running in this folder"):
+        run_alone(tmp_path / "a", "async", free_ports(1)[0], "127.0.0.1", None, None, True)
 
 
 def _sharded(port: int, token: str, folder: Path) -> list[float]:
