@@ -25,15 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from geotrain.common.files import OutputError, read_object, write_whole
-from geotrain.config import (
-    ClusterConfig,
-    ConfigError,
-    HostConfig,
-    RegionConfig,
-    RunConfig,
-    WorkerConfig,
-    WorkerSetup,
-)
+from geotrain.config import ClusterConfig, ConfigError, HostConfig, RunConfig, WorkerConfig, WorkerSetup
+from geotrain.config.cluster import RegionConfig
 from geotrain.data.dataset import local_files
 from geotrain.launch.launchers.base import HostLauncher, end_file, hostfile_path, regions_of
 from geotrain.launch.launchers.registry import launcher_of

@@ -10,16 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from itertools import combinations_with_replacement
 
-from geotrain.config import (
-    ClusterConfig,
-    DeviceConfig,
-    HostConfig,
-    RegionConfig,
-    RunConfig,
-    WorkerConfig,
-    WorkerSetup,
-)
-from geotrain.config.cluster import LinkConfig
+from geotrain.config import ClusterConfig, DeviceConfig, HostConfig, RunConfig, WorkerConfig, WorkerSetup
+from geotrain.config.cluster import LinkConfig, RegionConfig
 from geotrain.plan.inventory import Host, Pins, PlanError, PlanTask
 from geotrain.plan.layouts import ParallelLayout, Refusals, nothing_fits
 from geotrain.plan.model.network import LinkTable
