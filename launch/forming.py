@@ -102,16 +102,9 @@ class Forming:
     """
 
     def __init__(
-        self,
-        run: RunConfig,
-        cluster: ClusterConfig,
-        folder: Path,
-        region: str,
-        worker: WorkerConfig,
-        taken: MutableMapping[str, str],
-        clock: Callable[[], float] = time.monotonic,
-        probe: Probe | None = None,
-    ) -> None:
+        self, run: RunConfig, cluster: ClusterConfig, folder: Path, region: str, worker: WorkerConfig,
+        taken: MutableMapping[str, str], clock: Callable[[], float] = time.monotonic, probe: Probe | None = None,
+    ) -> None:  # fmt: skip
         self.run, self.cluster, self.folder, self.region, self.configured = run, cluster, folder, region, worker
         self.formed, self.ending, self.events = worker, False, deque[Event]()
         self._taken, self._clock, self._probe = taken, clock, probe or self._asked

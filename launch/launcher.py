@@ -18,14 +18,7 @@ from pathlib import Path
 
 from geotrain.common.files import OutputError, read_object, try_lock, write_whole
 from geotrain.common.names import GLOBAL
-from geotrain.config import (
-    Address,
-    ClusterConfig,
-    ConfigError,
-    RunConfig,
-    load_cluster,
-    load_run,
-)
+from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
 from geotrain.config.agreement import config_changes
 from geotrain.emulate import wan
 from geotrain.launch.check import (
@@ -65,16 +58,10 @@ class RunsAlready(ConfigError):
 
 
 def launch(
-    run_path: Path,
-    cluster_path: Path,
-    resume: bool = False,
-    only: tuple[str, ...] = (),
-    changes: tuple[str, ...] = (),
-    launch_id: str = "",
-    places: tuple[str, ...] = (),
-    added: bool = False,
+    run_path: Path, cluster_path: Path, resume: bool = False, only: tuple[str, ...] = (),
+    changes: tuple[str, ...] = (), launch_id: str = "", places: tuple[str, ...] = (), added: bool = False,
     without_checkpoints: bool = False,
-) -> int:
+) -> int:  # fmt: skip
     """Launch the run and wait until it is finished, fails, or is stopped by a signal. Returns the exit code.
 
     only: start only these sites ("global" or regions), on this machine; the others are started by hand or by jobs of

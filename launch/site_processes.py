@@ -20,15 +20,7 @@ from pydantic import TypeAdapter
 
 from geotrain.common.files import whole_file, write_whole
 from geotrain.common.names import GLOBAL
-from geotrain.config import (
-    ClusterConfig,
-    ConfigError,
-    RunConfig,
-    Topology,
-    WorkerConfig,
-    relocated,
-    shard_name,
-)
+from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, WorkerConfig, relocated, shard_name
 from geotrain.emulate import proxy, wan
 from geotrain.emulate.wan import DEVICE, Wan
 from geotrain.launch.check import free_ports, link_to_global

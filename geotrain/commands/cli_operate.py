@@ -151,8 +151,7 @@ def drain(
 @command(epilog="Example: geotrain unban runs/mine eu-0")
 @with_json
 def unban(
-    folder: RunFolder,
-    member: Annotated[str, typer.Argument(metavar="MEMBER", help="A worker, or a region.")],
+    folder: RunFolder, member: Annotated[str, typer.Argument(metavar="MEMBER", help="A worker, or a region.")]
 ) -> Output:
     """Unban a worker or region whose updates were refused too often, or that was expelled: started anew it may
     join."""
@@ -163,8 +162,7 @@ def unban(
 @command(epilog="Example: geotrain expel runs/mine eu-0")
 @with_json
 def expel(
-    folder: RunFolder,
-    member: Annotated[str, typer.Argument(metavar="MEMBER", help="A worker, or a region.")],
+    folder: RunFolder, member: Annotated[str, typer.Argument(metavar="MEMBER", help="A worker, or a region.")]
 ) -> Output:
     """Put a worker or region out of the run, as one that hangs: others train what it held, and its process ends when
     it next calls. It outlives restarts of the servers; `geotrain unban` lets the member join again, started anew.

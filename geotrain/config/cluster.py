@@ -270,6 +270,8 @@ class ClusterConfig(Block):
             for end in link.regions:
                 if end not in known:
                     raise ValueError(f"links: no region is called {end!r}; known: {', '.join(sorted(known))}")
+            if sum({*other.regions} == {*link.regions} for other in self.links) > 1:
+                raise ValueError(f"links: {' – '.join(link.regions)} is there twice; a link has both directions")
         for region in self.regions:
             if region.shards and len(region.shards) != len(self.global_shards):
                 number = len(self.global_shards)

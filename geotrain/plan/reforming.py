@@ -102,11 +102,9 @@ def task_of(
 
 
 def without(
-    run: RunConfig,
-    cluster: ClusterConfig,
-    hosts: Collection[str],
+    run: RunConfig, cluster: ClusterConfig, hosts: Collection[str],
     may_form: Callable[[RegionConfig, WorkerConfig], bool],
-) -> ClusterConfig:
+) -> ClusterConfig:  # fmt: skip
     """Form the workers anew that have one of these hosts and may be formed, of those that they have besides, and of
     spare ones. Raises PlanError where no layout fits, or no host is left."""
 

@@ -114,21 +114,12 @@ class WorkerLoop:
     """
 
     def __init__(
-        self,
-        member: RunMember,
-        rank: LoopRank,
-        shards: Iterable[OwnedShard],
-        device: torch.device,
-        *,
-        validate: Callable[[int], None] = lambda number: None,
-        save: Callable[[int], None] = lambda job: None,
-        joined: Callable[[str], None] = lambda origin: None,
-        report: Callable[[dict[str, Any]], None] | None = None,
-        expect: Callable[[Lease], None] = lambda lease: None,
-        peak_flops_per_token_s: float | None = None,
-        adopt_last: bool = False,
-        lost: Callable[[], None] | None = None,
-    ) -> None:
+        self, member: RunMember, rank: LoopRank, shards: Iterable[OwnedShard], device: torch.device, *,
+        validate: Callable[[int], None] = lambda number: None, save: Callable[[int], None] = lambda job: None,
+        joined: Callable[[str], None] = lambda origin: None, report: Callable[[dict[str, Any]], None] | None = None,
+        expect: Callable[[Lease], None] = lambda lease: None, peak_flops_per_token_s: float | None = None,
+        adopt_last: bool = False, lost: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self.member, self.rank = member, rank
         self.ends: Callable[[], bool] | None = None
         self.run, self.name, self.client = member.run, member.name, member.client

@@ -29,15 +29,9 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        member: RunMember,
-        engine: GeoEngine,
-        loader: LeasedLoader,
-        *,
-        validation: Sequence[Tensor] = (),
-        min_step_s: float = 0.0,
-        peak_flops_per_token_s: float | None = None,
-    ) -> None:
+        self, member: RunMember, engine: GeoEngine, loader: LeasedLoader, *, validation: Sequence[Tensor] = (),
+        min_step_s: float = 0.0, peak_flops_per_token_s: float | None = None,
+    ) -> None:  # fmt: skip
         self.member, self.engine, self.loader = member, engine, loader
         self.validation, self.min_step_s = validation, min_step_s
         self.verify: Callable[[StepReader], None] = lambda batch: None
@@ -45,18 +39,11 @@ class Trainer:
             engine, member.checkpoints, member.run.checkpoint.keep, no_room=self.go_on_without
         )
         self.loop = WorkerLoop(
-            member,
-            engine,
-            engine.shards(),
-            engine.device,
-            validate=self.validate,
-            save=self.save,
-            joined=self.checkpoints.files.claim,
-            expect=lambda lease: loader.expect(lease.start, lease.samples),
-            report=self.report,
-            peak_flops_per_token_s=peak_flops_per_token_s,
+            member, engine, engine.shards(), engine.device, validate=self.validate, save=self.save,
+            joined=self.checkpoints.files.claim, expect=lambda lease: loader.expect(lease.start, lease.samples),
+            report=self.report, peak_flops_per_token_s=peak_flops_per_token_s,
             lost=lambda: os._exit(1),  # the launcher ends the other ranks, and starts the worker again
-        )
+        )  # fmt: skip
 
     def train(self, resume: bool) -> None:
         """Train until no data is left for this worker. resume: begin with the optimizer state of the newest

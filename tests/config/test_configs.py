@@ -214,16 +214,19 @@ HOST = {"host": "a", "slots": 8}
             {"hosts": [HOST], "offers": {"h200": {"preemptions_per_hour": 0.1}}},
             "offers.h200.preemptions_per_hour without spot_usd_per_hour",
         ),
-        (
-            {"hosts": [HOST], "offers": {"h200": {"quota": 0}}},
-            r"offers.h200.quota = 0: Input should be",
-        ),
+        ({"hosts": [HOST], "offers": {"h200": {"quota": 0}}}, r"offers.h200.quota = 0: Input should be"),
     ],
 )
 def test_inventories_that_make_no_sense(region: dict[str, Any], message: str) -> None:
     devices = {"h200": {"memory_gb": 141.0, "tflops": 989.0}}
     with pytest.raises(ConfigError, match=message):
         parse(ClusterConfig, {"name": "c", "regions": [{"name": "eu", **region}], "devices": devices}, "c.json")
+
+
+def test_a_link_is_described_once() -> None:
+    links = [{"regions": ends, "gbps": 1.0} for ends in (["eu", "global"], ["global", "eu"])]
+    with pytest.raises(ConfigError, match="links: eu – global is there twice"):
+        parse(ClusterConfig, {"name": "c", "regions": [{"name": "eu", "hosts": [HOST]}], "links": links}, "c.json")
 
 
 @pytest.mark.parametrize("name", ["global", "launcher", "operator", "wan"])
