@@ -33,7 +33,7 @@ def prepare_far_hosts(request: LaunchRequest, folder: Path, added: bool = False)
         for host in worker.hosts:
             if isinstance(launcher, HostLauncher) and (host.region or home) in request.sites:
                 wanted.setdefault((launcher, host.host), []).append(hostfile_path(worker.name))
-    data = [path for each in request.run.data.train for path in local_files(each.prefix)]
+    data = [path for prefix in request.run.data.prefixes for path in local_files(prefix)]
     shards: dict[str, list[str]] = {}
     for site in (*request.sites, GLOBAL) if added else request.sites:
         for name in request.cluster.sites[site].far_hosts:

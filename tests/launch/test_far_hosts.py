@@ -28,9 +28,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def request(here: Path, *hosts: str) -> tuple[LaunchRequest, Path]:
     """A run whose worker "eu-0" has these hosts, and the run's folder with its files."""
-    worker = {"launcher": "ssh", "hosts": [{"host": host, "slots": 1} for host in hosts]}
+    placed = [{"host": host, "slots": 1, "region": "us" if host == "away" else None} for host in hosts]
+    worker = {"launcher": "ssh", "hosts": placed}
     files = write_files(here, "run", 64, {"eu": [1], "us": [1]}, {"rule": {"name": "halos"}}, first=worker)
-    made = LaunchRequest(load_run(files[0]), load_cluster(files[1]), ("global", "eu"), False)
+    run = load_run(files[0], [f"data.validation={here}/data/validation"])
+    made = LaunchRequest(run, load_cluster(files[1]), ("global", "eu"), False)
     folder = made.run.run_folder.absolute()
     made.write_files(folder)
     local_processes(made, folder, HostMachine(1))
@@ -42,6 +44,7 @@ def data_on(here: Path, host: str) -> None:
     place.mkdir(parents=True)
     for suffix in (".bin", ".idx", ".json"):
         (place / f"train{suffix}").touch()
+        (place / f"validation{suffix}").touch()
 
 
 def test_the_runs_files_are_brought_and_nothing_is_left_beside_them(here: Path) -> None:
@@ -66,13 +69,20 @@ def test_shards_elsewhere_hear_of_the_sites_that_join_a_live_run(here: Path) -> 
     assert sorted(path.name for path in there.iterdir()) == ["cluster.json", "hosts", "run.json"]
 
 
-@pytest.mark.parametrize("suffix", (".bin", ".idx", ".json"))
-def test_missing_data_is_told_before_anything_starts(here: Path, suffix: str) -> None:
+def test_each_site_prepares_its_own_hosts_of_a_worker_that_spans_regions(here: Path) -> None:
+    made, folder = request(here, "h1", "away")
+    data_on(here, "away")
+    prepare_far_hosts(replace(made, sites=("us",)), folder)
+    assert [Path(str(folder).replace(str(here), f"{here}-{h}")).exists() for h in ("h1", "away")] == [False, True]
+
+
+@pytest.mark.parametrize("file", ("train.bin", "train.idx", "train.json", "validation.bin"))
+def test_missing_data_is_told_before_anything_starts(here: Path, file: str) -> None:
     made, folder = request(here, "h1", "h2")
     for host in ("h1", "h2"):
         data_on(here, host)
-    (Path(f"{here}-h2") / "data" / f"train{suffix}").unlink()
-    with pytest.raises(ConfigError, match=rf"host h2: not ready for a worker: cannot read .*data/train{suffix}"):
+    (Path(f"{here}-h2") / "data" / file).unlink()
+    with pytest.raises(ConfigError, match=rf"host h2: not ready for a worker: cannot read .*data/{file}"):
         prepare_far_hosts(made, folder)
 
 
