@@ -18,7 +18,7 @@ import numpy.typing as npt
 from geotrain.common.files import whole_file, write_whole
 from geotrain.config import Block, ConfigError, DataConfig, PositiveInt, parse
 from geotrain.data.remote import BlockCache, RemoteTokens, default_cache_folder, is_remote, open_cache, read_whole
-from geotrain.data.tokens import BlockChecksums, DataError, TokenFile, VerifiedTokens, open_tokens
+from geotrain.data.tokens import BlockChecksums, DataError, VerifiedTokens, open_tokens
 
 SPLITS = ("train", "validation")
 _HASHED_TOKENS = 1 << 24  # tokens read at a time when a file is verified
@@ -88,12 +88,11 @@ class Tokens(Protocol):
 
 
 def open_dataset(
-    prefix: str | Path, model_vocab_size: int, cache: BlockCache | None = None, verify: bool = False
+    prefix: str | Path, model_vocab_size: int, cache: BlockCache | None = None
 ) -> tuple[Manifest, Tokens]:
     """Open a prepared data set and check it against its manifest and the model's vocabulary.
 
-    cache: for a data set at a URL. verify: also read the whole file, which is to be here, and compare its digest
-    (about a gigabyte a second). Raises DataError: something is missing, damaged, or was prepared for a larger
+    cache: for a data set at a URL. Raises DataError: something is missing, damaged, or was prepared for a larger
     vocabulary.
     """
     manifest = read_manifest(prefix)
@@ -103,7 +102,7 @@ def open_dataset(
             f"{model_vocab_size}; raise the model's vocab_size or prepare the data with another tokenizer"
         )
     if manifest.shards:
-        return manifest, JoinedTokens(list(_open_shards(prefix, manifest, model_vocab_size, cache, verify)))
+        return manifest, JoinedTokens(list(_open_shards(prefix, manifest, model_vocab_size, cache)))
     if is_remote(prefix):
         cache = cache or open_cache(default_cache_folder(), 0)
         stated = manifest.tokens, manifest.dtype, manifest.sha256, manifest.checksums
@@ -116,17 +115,15 @@ def open_dataset(
             f"states {manifest.tokens} ({manifest.dtype}) in {manifest.documents}; they do not belong together: "
             "prepare the data again"
         )
-    if verify:
-        _verify(file, manifest)
     return manifest, VerifiedTokens(file.prefix, file.tokens) if manifest.checksums else file.tokens
 
 
 def _open_shards(
-    prefix: str | Path, manifest: Manifest, model_vocab_size: int, cache: BlockCache | None, verify: bool
+    prefix: str | Path, manifest: Manifest, model_vocab_size: int, cache: BlockCache | None
 ) -> Iterator[Tokens]:
     folder = str(prefix).rpartition("/")[0] or "."
     for shard in manifest.shards:
-        own, tokens = open_dataset(f"{folder}/{shard.prefix}", model_vocab_size, cache, verify)
+        own, tokens = open_dataset(f"{folder}/{shard.prefix}", model_vocab_size, cache)
         if (own.tokens, own.sha256, own.dtype) != (shard.tokens, shard.sha256, manifest.dtype):
             raise DataError(
                 f"{folder}/{shard.prefix}: is other data than {prefix}.json was made of; run `geotrain merge` again"
@@ -163,19 +160,6 @@ class JoinedTokens:
             begin, end = self._begins[number], min(self._begins[number + 1], stop)
             yield self._parts[number], start - begin, end - begin
             number, start = number + 1, end
-
-
-def _verify(file: TokenFile, manifest: Manifest) -> None:
-    """Read a whole pair and compare it with its manifest. Raises DataError."""
-    for _ in file.all_document_ends():
-        pass
-    digest = hashlib.sha256()
-    for start in range(0, len(file.tokens), _HASHED_TOKENS):
-        digest.update(file.tokens[start : start + _HASHED_TOKENS].tobytes())
-    if digest.hexdigest() != manifest.sha256:
-        raise DataError(
-            f"{file.prefix}.bin: its content does not match the digest in its manifest; prepare the data again"
-        )
 
 
 def training_digest(data: DataConfig) -> str:

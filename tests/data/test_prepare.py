@@ -85,7 +85,7 @@ def test_all_kinds_of_files_become_tokens(tmp_path: Path) -> None:
     for split, documents in expected.items():
         prefix = tmp_path / "out" / split
         assert read_documents(prefix) == documents
-        manifest, _ = open_dataset(prefix, 264, verify=True)
+        manifest, _ = open_dataset(prefix, 264)
         assert manifest == manifests[split]
         assert manifest.documents == len(documents)
         assert manifest.tokens == sum(map(len, documents)) == manifest.text_bytes + len(documents)
@@ -185,8 +185,8 @@ def test_a_changed_bit_and_a_small_model_are_refused(prepared: Path, tmp_path: P
     content = bytearray((tmp_path / "out/train.bin").read_bytes())
     content[40] ^= 1
     (tmp_path / "out/train.bin").write_bytes(content)
-    with pytest.raises(DataError, match=r"train\.bin: its content does not match the digest"):
-        open_dataset(tmp_path / "out/train", 264, verify=True)
+    with pytest.raises(DataError, match=r"train\.bin: .*damaged"):
+        open_dataset(tmp_path / "out/train", 264)[1][:]
 
 
 def test_nothing_is_trained_where_an_input_or_the_output_is_of_no_use(

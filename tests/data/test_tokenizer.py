@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from geotrain.data import tokenizer
 from geotrain.data.tokenizer import byte_tokenizer, copy_tokenizer, finish_export, load_tokenizer, train_bpe
 from geotrain.data.tokens import DataError
 from tests.support.hub import LFS_POINTER
@@ -105,3 +106,10 @@ def test_what_an_exports_tokenizer_does_not_say_is_completed(
     assert ids == {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": pad}
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert (loaded.pad_token_id, loaded.model_max_length) == (pad, 32)
+
+
+def test_a_fingerprint_is_of_all_that_makes_ids() -> None:
+    made = json.loads(byte_tokenizer().json)
+    others = {key: tokenizer.fingerprint(json.dumps({**made, key: "other"}).encode()) for key in made}
+    own = tokenizer.fingerprint(json.dumps(made).encode())
+    assert {key for key in made if others[key] != own} == {"normalizer", "pre_tokenizer", "model", "added_tokens"}

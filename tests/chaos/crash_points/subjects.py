@@ -316,7 +316,7 @@ class PrepareSubject(FolderSubject):
         versions = set()
         decode = tokenizers.Tokenizer.from_str(load_tokenizer(folder / "tokenizer").json).decode
         for split in ("train", "validation"):
-            _, tokens = open_dataset(folder / split, self.tokenizer.vocab_size, verify=True)
+            _, tokens = open_dataset(folder / split, self.tokenizer.vocab_size)
             text = decode(tokens[:].tolist(), skip_special_tokens=True)
             versions |= set(re.findall(r"of version (\d)", text))
         [version] = versions
