@@ -36,9 +36,7 @@ NETS = {
     "linear_value_head_dim": 48,
 }
 STATES = {"mamba_d_head": 64, "mamba_d_state": 32, "shared_intermediate_size": 320}
-LLAMA_WIDE = {**LLAMA, **WIDE}
 BF16 = {"bf16": {"enabled": True}}
-MUON = {"optimizer": {"type": "Muon", "params": {"lr": 5e-3}}}
 SPARSE = {**QWEN_MOE, **WIDE, "moe_intermediate_size": 320}
 Case = tuple[dict[str, Any], ParallelConfig, int]  # model, layout, ZeRO stage
 TWO: list[Case] = [

@@ -12,16 +12,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from geotrain.config import EXIT_FOR_GOOD, load_cluster, load_run
+from geotrain.config import EXIT_FOR_GOOD, ConfigError, load_cluster, load_run
 from geotrain.config.agreement import config_digest
 from geotrain.data.dataset import read_manifest
+from geotrain.launch import far_site
 from geotrain.launch.check import with_data_digest
 from geotrain.launch.far_site import EXIT_HELD, SiteFiles
 from geotrain.launch.launcher import locked, resolve
 from geotrain.launch.site_processes import LaunchRequest
+from geotrain.net.storage.frozen_state import FrozenState
+from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore
 from tests.support.process_trees import marked, new_mark, until
 from tests.support.small_runs import prepare_text, write_files
 
@@ -148,6 +152,19 @@ def test_a_site_with_other_data_is_refused_before_it_begins(tmp_path: Path) -> N
     code, told = launch_site(replace(asked, run=begun))
     assert code == EXIT_FOR_GOOD
     assert f"data/train: is other data than data.sha256 = '{'0' * 64}' asks for: its digest is '{mine}'" in told
+
+
+def test_a_site_whose_worker_has_lost_its_state_goes_on_only_where_that_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_text(tmp_path)
+    asked = request(tmp_path, resume=True)
+    told = {"state": {"members": {"eu-0": {"job": 9}}}, "ended": True}
+    SnapshotStore(asked.run.run_folder / "servers/eu" / SNAPSHOTS).save(FrozenState({}), told)
+    monkeypatch.setattr(far_site, "check_hosts", Mock(side_effect=InterruptedError("it goes on")))
+    for without, words in ((False, "no whole checkpoint of it"), (True, "it goes on")):
+        with pytest.raises((ConfigError, InterruptedError), match=words):
+            far_site._run(replace(asked, without_checkpoints=without), SiteFiles.of(asked))
 
 
 def test_a_launcher_that_dies_tells_its_relays_nothing(tmp_path: Path) -> None:

@@ -105,6 +105,14 @@ def test_what_is_wrong_is_told_of_each_host(tmp_path: Path, taken: int, monkeypa
     assert late.what == "cannot be looked at by ssh: no answer within 0.5 s"
 
 
+def test_who_answered_is_known_where_another_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "said").write_text(f"h1: {read_host(tmp_path, []).to_line()}\n")
+    stand_in(monkeypatch, tmp_path / "bin/pdsh", f"#!/bin/sh\ncat {tmp_path}/said\nexec sleep 300\n")
+    monkeypatch.setattr(host_check, "ASK_S", 5.0)
+    found = check_hosts(*read(files(tmp_path, 29400, "pdsh", "h1", "h2")), ("eu",))
+    assert [each.host for each in found if "no answer within 5 s" in each.what] == ["h2"]
+
+
 def test_a_launch_is_refused_before_anything_begins(tmp_path: Path, taken: int) -> None:
     prepare_text(tmp_path)
     made = files(tmp_path, taken, "ssh", "h1")

@@ -16,10 +16,11 @@ from geotrain.config import ConfigError, load_cluster, load_run
 from geotrain.launch import launcher
 from geotrain.launch.site_processes import LaunchRequest
 from geotrain.launch.supervisor import ProcessSpec, Supervisor
-from geotrain.monitor.events import EventLog, Trouble
+from geotrain.monitor.events import EventLog, Record, Trouble
 from tests.support.small_runs import prepare_text, write_files
 
 Launch = Callable[..., int]
+Writes = dict[str, tuple[str, str]]  # process → file in the run's folder, and what it writes there as it ends
 LONG_S = 60.0  # a launch that waits for what never comes ends then, and well
 
 
@@ -29,29 +30,46 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
     prepare_text(tmp_path)
 
     class Instead(Supervisor):
-        lasts_s = 0.0
+        lasts_s, writes = 0.0, Writes()
 
         def start(self, spec: ProcessSpec) -> None:
-            does = "raise SystemExit(3)" if spec.name == "eu-0" else f"import time; time.sleep({self.lasts_s})"
+            assert not (tmp_path / "r" / launcher.OUTCOME).exists(), "it would tell how this launch ended"
+            file, text = self.writes.get(spec.name, ("ended", ""))
+            (tmp_path / "r" / file).parent.mkdir(parents=True, exist_ok=True)
+            does = f"import time; time.sleep({self.lasts_s}); open('r/{file}', 'w').write({text!r})"
+            does = "raise SystemExit(3)" if spec.name == "eu-0" else does
             command = sys.executable, "-c", does
             super().start(replace(spec, command=command, first_input=b""))
 
-    def launched(rule: str = "sync", resume: bool = False, lasts_s: float = 0.0, **keys: Any) -> int:
-        Instead.lasts_s = lasts_s
+    def launched(
+        rule: str = "sync", resume: bool = False, lasts_s: float = 0.0, writes: Writes | None = None, **keys: Any
+    ) -> int:
+        Instead.lasts_s, Instead.writes = lasts_s, writes or {}
         files = write_files(
             tmp_path, "r", 32, {"eu": [1], "us": [1]}, {"rule": {"name": rule}}, restarts=0, shards=1, **keys
         )
         return launcher.launch(*files, resume=resume)
 
     monkeypatch.setattr(launcher, "Supervisor", Instead)
+    monkeypatch.chdir(tmp_path)
     return launched
 
 
 def test_only_a_synchronous_run_ends_when_a_worker_is_given_up(launch: Launch, tmp_path: Path) -> None:
     assert launch("sync", lasts_s=LONG_S) == 3
     assert json.loads((tmp_path / "r" / launcher.OUTCOME).read_text())["code"] == 3
-    (tmp_path / "r").rename(tmp_path / "other")
-    assert launch("region_momentum", lasts_s=3.0) == 0  # the other worker goes on to its end
+
+
+def test_where_others_go_on_a_launch_says_what_they_said_last_and_what_is_not_trained(
+    launch: Launch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = json.dumps({"train_samples": 32, "committed_samples": 20, "phase": "ended"})
+    late = Record(1.0, "us-0", Trouble("it was late")).to_line()
+    writes = {"global": ("servers/global/status.json", left), "us-0": ("events/us-0.jsonl", late)}
+    assert launch("region_momentum", lasts_s=3.0, writes=writes, monitor={"every_s": LONG_S}) == 1
+    said, reason = capsys.readouterr()
+    assert "us-0: it was late" in said and "62.5% of the data is trained, and kept" in said
+    assert "12 samples are not trained: continue with --resume; " in reason
 
 
 def test_a_resume_keeps_ports_and_data(launch: Launch, tmp_path: Path) -> None:

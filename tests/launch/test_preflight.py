@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
+from geotrain.checkpoint.folders import FORMAT, sealed
 from geotrain.commands import dry_run
 from geotrain.commands.prepare import prepare_files
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, architecture_from_hf, load_cluster, load_run
@@ -25,6 +26,8 @@ from geotrain.launch import preflight
 from geotrain.launch.run_rules import misfits
 from geotrain.launch.terminal import new_console
 from geotrain.net.server.first_weights import initial_weights
+from geotrain.net.storage.frozen_state import FrozenState
+from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore
 from geotrain.net.transport.authority import make_certificates
 from geotrain.parameters.dcp import names_of
 from geotrain.parameters.hf_checkpoint import read_start
@@ -35,7 +38,6 @@ from tests.support import small_runs
 from tests.support.command_line import say
 from tests.support.programs import stand_in
 
-ROOT = Path(__file__).parents[2]
 MODEL = {**small_runs.MODEL, "max_position_embeddings": 64}
 
 
@@ -317,6 +319,11 @@ def test_ports_given_twice(place: Path, taken: int) -> None:
     told = refused()
     assert f"monitor.page_port and the server of 'global' both want 127.0.0.1:{taken}; give one" in told[0]
     assert len(told) == 3  # and both find it taken
+    change("run.json", monitor__page_port=None, monitor__metrics_port=taken - 1)
+    change("cluster.json", global_server={"port": 0})
+    for here, told in ((("here",), False), (("global",), True)):  # the port after the global server's
+        found = preflight.port_obstacles(*files(), here)
+        assert any("metrics of 'launcher'" in str(each) for each in found) == told
 
 
 @pytest.mark.parametrize("board", [{"wandb": {"project": "p"}}, {"tensorboard": "tb"}])
@@ -341,6 +348,29 @@ def test_missing_certificates(place: Path) -> None:
     assert "worker-here-0.pem: expired on" in "\n".join(refused())
     (told,) = preflight.cautions(*files())
     assert told.startswith("worker-here-0.pem: end on 20") and "renew it with `geotrain certs`" in told
+
+
+def test_a_worker_goes_on_only_from_a_checkpoint_of_which_every_file_is_whole(place: Path) -> None:
+    """It has saved one, as its server's snapshot shows; here one of two ranks."""
+    run, cluster = files()
+    told = {"state": {"members": {"here-0": {"job": 9}}}, "ended": True}
+    SnapshotStore(run.run_folder / "servers/here" / SNAPSHOTS).save(FrozenState({}), told)
+
+    def lost() -> list[str]:
+        return [str(each) for each in preflight.obstacles(run, cluster, ("global", "here"), begins=False)]
+
+    assert "trained 9 jobs, and no whole checkpoint of it is in" in lost()[0]
+    saved, names = run.checkpoint_folder / "here-0/job-9", ("rank-0", "rank-1")
+    saved.mkdir(parents=True)
+    for name in names:
+        (saved / name).write_bytes(b"state")
+    manifest = {"format": FORMAT, "number": 1, "files": {name: [5, 0] for name in names}}
+    (saved / "manifest.json").write_text(sealed(manifest))
+    assert not lost()
+    (saved / "rank-1").write_bytes(b"stat")
+    assert lost()
+    (saved / "rank-1").unlink()
+    assert lost()
 
 
 ACCO = {"acco": {}, "deepspeed__optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}

@@ -19,12 +19,7 @@ from geotrain.launch import rank_environment as module
 from geotrain.launch.host_facts import GpuFacts
 from geotrain.launch.launchers.registry import launchers
 from geotrain.launch.networks import Interface, address_to, interface_to, nccl_interface, networks_to
-from geotrain.launch.rank_environment import (
-    capability_here,
-    extensions_of,
-    library_settings,
-    rank_environment,
-)
+from geotrain.launch.rank_environment import capability_here, extensions_of, library_settings, rank_environment
 
 TOLD = """
 import json, os, sys
@@ -174,4 +169,5 @@ def test_what_this_hosts_ranks_would_meet_over(tmp_path: Path, monkeypatch: pyte
     lo = "lo (127.0.0.1, at an unknown rate)"
     assert str(here) == f"gloo uses {lo}, NCCL {lo}, its data over mlx5_0 (400 Gb/sec (4X NDR))"
     other = next((each for each in here.interfaces if each.name != "lo"), here.gloo)
-    assert networks_to("127.0.0.1", {"GLOO_SOCKET_IFNAME": other.name}).gloo == other
+    told = networks_to("127.0.0.1", {"GLOO_SOCKET_IFNAME": other.name, "NCCL_IB_DISABLE": "1"})
+    assert told.gloo == other and not told.rdma

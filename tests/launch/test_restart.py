@@ -2,12 +2,9 @@
 
 import errno
 import os
-import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
 from geotrain.common.files import OutputError
@@ -19,21 +16,8 @@ from geotrain.launch.site_processes import LaunchRequest, local_processes
 from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
 from geotrain.monitor.events import ProcessDied, Trouble
 from geotrain.outer.events import Event
-from tests.support.process_trees import began_alone, marked, names, new_mark, only_deaths, stopped_when, until
+from tests.support.process_trees import only_deaths
 from tests.support.small_runs import write_files
-
-BUSY_S = 120.0  # until a process has started, on a busy machine
-FAST = RestartConfig(limit=3, window_s=600.0, first_s=0.05, longest_s=60.0)
-
-
-def lasting(script: str, name: str, **more: Any) -> ProcessSpec:
-    """Is started again for as long as the supervisor wants to."""
-    command = guarded(("bash", "-c", script), grace_s=1.0)
-    return ProcessSpec(name, command, respawn=lambda: [lasting(script, name, **more)], **more)
-
-
-def supervisor(folder: Path, deaths: list[ProcessDied], **more: Any) -> Supervisor:
-    return Supervisor(folder, restart=more.pop("restart", FAST), on_event=only_deaths(deaths), **more)
 
 
 def test_pauses_double_and_begin_anew_after_it_has_run_for_long() -> None:
@@ -65,7 +49,7 @@ def test_a_full_disk_costs_no_restart_and_ends_no_run(tmp_path: Path, monkeypatc
         attempts += 1
         if attempts < 5:
             raise OutputError("hosts/a: cannot be written") from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return [lasting("exit 0", "a")]
+        return [ProcessSpec("a", guarded(("true",)))]
 
     with Supervisor(tmp_path, restart=RestartConfig(limit=1, first_s=0.05), on_event=tell) as running:
         running.start(ProcessSpec("a", guarded(("bash", "-c", "exit 1"), grace_s=1.0), respawn=respawn))
@@ -85,7 +69,8 @@ def test_what_cannot_be_started_again_counts_as_a_death(tmp_path: Path) -> None:
         return [ProcessSpec("a", guarded(("true",)), respawn=again)]
 
     deaths: list[ProcessDied] = []
-    with supervisor(tmp_path, deaths) as running:
+    restart = RestartConfig(first_s=0.05)
+    with Supervisor(tmp_path, restart=restart, on_event=only_deaths(deaths)) as running:
         running.start(ProcessSpec("a", guarded(("false",)), respawn=again))
         assert running.wait().code == 0
     assert (len(tries), [d.pause_s for d in deaths]) == (2, [0.05, 0.1])
@@ -102,19 +87,3 @@ def test_a_server_is_told_the_launch_and_so_is_what_replaces_it(tmp_path: Path) 
                 said = words[words.index("--launch-id") + 1] if "--launch-id" in words else None
                 assert said == (told if spec.role == "server" else None)
                 assert ("--resume" in words) == (spec is not process)
-
-
-@pytest.mark.parametrize("role", ["worker", "server"])
-def test_what_is_killed_is_started_again_with_nothing_left_of_it(tmp_path: Path, role: str) -> None:
-    mark, deaths = new_mark(), list[ProcessDied]()
-    with supervisor(tmp_path, deaths) as running:
-        running.start(lasting("echo begins; setsid sleep 300 & sleep 300", "a", env=mark, role=role))
-        log = tmp_path / "a.log"
-        # A forked child is called bash, or setsid, until it has become a sleep: only then is there one bash to kill.
-        assert until(lambda: names(mark).count("sleep") == 2 and len(marked(mark)) == 4, BUSY_S)
-        first = set(marked(mark))
-        (bash,) = [pid for pid in first if psutil.Process(pid).name() == "bash"]
-        os.kill(bash, signal.SIGKILL)  # what it began runs on, and is ended by its guard
-        assert stopped_when(running, lambda: began_alone(log, first, mark)) == 128 + signal.SIGTERM
-    assert [death.how for death in deaths] == ["failed with exit code 137"]
-    assert marked(mark) == []

@@ -115,8 +115,11 @@ def test_a_slow_sink_never_makes_the_writer_wait(tmp_path: Path, monkeypatch: py
     assert len(seen) == 50 - dispatcher.dropped
 
 
-def test_a_log_that_is_switched_off_writes_nothing(tmp_path: Path) -> None:
-    with EventLog(tmp_path / "e.jsonl", enabled=False) as log:
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_log_that_is_switched_off_or_closed_writes_nothing(tmp_path: Path, enabled: bool) -> None:
+    with EventLog(tmp_path / "e.jsonl", enabled=enabled) as log:
+        if enabled:
+            log.close()
         log.write(Joined("eu", 0, "x"))
     assert (tmp_path / "e.jsonl").read_text() == ""
 

@@ -6,14 +6,7 @@ import logging
 
 import pytest
 
-from geotrain.monitor.events import (
-    LivenessChanged,
-    MemberSampled,
-    Record,
-    ServerSampled,
-    Trouble,
-    WaitsChanged,
-)
+from geotrain.monitor.events import LivenessChanged, MemberSampled, Record, ServerSampled, Trouble, WaitsChanged
 from geotrain.monitor.narrator import Narrator
 from geotrain.outer.events import Event, Joined, SentUp, Steered, UpdateApplied
 
@@ -50,6 +43,7 @@ def test_what_is_said(told: tuple[Event, ...], said: list[str], caplog: pytest.L
 def test_progress_is_said_again_a_minute_later(caplog: pytest.LogCaptureFixture) -> None:
     narrator = Narrator()
     with caplog.at_level(logging.INFO, "geotrain"):
+        narrator.on(Record(1000.0, "eu", SentUp(0, 1, 2, 8)))
         for second in range(0, 600, 5):
             narrator.on(Record(1000.0 + second, "eu", UPDATE))
             narrator.on(Record(1000.0 + second, "eu", SAMPLE))

@@ -6,7 +6,7 @@ import selectors
 import socket
 import threading
 from collections import Counter
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geotrain.net.server import listener
-from geotrain.net.server.connection_guard import Stranger, too_many
+from geotrain.net.server.connection_guard import ConnectionGuard, Stranger, too_many
 from tests.support.net_worlds import BUSY_S, clusters, outer, side_by_side, wait_for, whole
 from tests.support.server_processes import Site
 
@@ -121,6 +121,19 @@ def test_of_too_many_those_of_the_busiest_addresses_are_shut(addresses: list[str
     assert len(shut) == max(0, len(found) - most) and set(shut) <= set(found)
     left = Counter(stranger.address for stranger in found if stranger not in shut)
     assert all(left[stranger.address] + 1 >= max(left.values()) for stranger in shut)
+
+
+def test_each_flood_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[str]()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        guard = ConnectionGuard(port := server.getsockname()[1], (), 4, told.append)
+        for calls, times in ((17, 1), (17, 1), (0, 1), (17, 2)):
+            with ExitStack() as stack:
+                for _ in range(calls):
+                    stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                    stack.enter_context(server.accept()[0])
+                guard.look()
+            assert len(told) == times
 
 
 def test_members_behind_one_address_get_in_though_they_are_too_many() -> None:

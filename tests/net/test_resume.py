@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from geotrain.config import FragmentConfig
-from geotrain.net.server import grpc_service
+from geotrain.net.server import grpc_service, rate_limits
 from geotrain.net.server.rate_limits import RateLimits
 from geotrain.net.server.resumable_uploads import ResumableUploads
 from geotrain.net.transport import deadlines, grpc_client, rpc, wire
@@ -211,13 +211,15 @@ def test_a_pace_follows_the_link():
         deadlines.LEAST_S, deadlines.MARGIN = real, margin
 
 
-def test_calls_are_limited_for_each_connection(make):
+def test_calls_are_limited_for_each_connection(make, monkeypatch):
     now = [0.0]
     rates = RateLimits(per_s=10, burst=3, clock=lambda: now[0])
     assert [rates.wait_s("x") for _ in range(4)] == [None, None, None, pytest.approx(0.1)]
     assert rates.wait_s("y") is None
     now[0] += 0.1
     assert rates.wait_s("x") is None and rates.wait_s("x") == pytest.approx(0.1)
+    monkeypatch.setattr(rate_limits, "MAX_PEERS", 2)
+    assert [rates.wait_s("z") is None for _ in range(4)] == [True, True, True, False], "another's bucket was dropped"
 
     cluster = make(outer(), {"eu": {"a": whole}})
     worker = cluster.joined("a")

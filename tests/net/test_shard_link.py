@@ -15,7 +15,10 @@ from geotrain.net.server.shard_link import ShardTable
 from geotrain.net.transport import rpc
 from geotrain.net.transport.fragment_links import FragmentLinks, ShardsAbove
 from geotrain.net.transport.grpc_client import GrpcClient
+from geotrain.net.transport.tcp_counters import Traffic
 from geotrain.outer.messages import (
+    Answer,
+    ChunkWeights,
     Fact,
     Facts,
     LeaseRequest,
@@ -60,7 +63,10 @@ def test_only_a_process_that_begins_can_have_gone_back() -> None:
         said = Facts(0, 0, (former,), *versions, incarnation="life-1")
         with pytest.raises(Refused, match="has not said hello"):
             await table.facts(said)
-        await table.standing(first)
+        await table.standing(replace(first, links=(5, 7), peers=(rpc.MemberBytes("eu", 5, 7),)))
+        own = Traffic(1, 1)
+        for _ in range(2):
+            assert table.with_links(own).counts[:2] == table.with_peers({"eu": own})["eu"].counts[:2] == [6, 8]
         assert await table.facts(said) == 1
         await table.standing(replace(first, seen=7))
         await table.standing(first)
@@ -127,6 +133,19 @@ def test_leases_of_who_is_gone_go_once_its_shards_have_said_what_they_took() -> 
     assert lease.lease in ledger.lease_table.open, "the shard may have taken more since"
     ledger.handle(Facts(0, 0, (), versions, versions, seen=seen + 1))
     assert lease.lease in ledger.lease_table.returned
+
+
+def test_weights_to_evaluate_are_those_of_all_shards_or_none() -> None:
+    async def pulls() -> None:
+        above = ShardsAbove(("127.0.0.1:2", "127.0.0.1:3"), ((0,), (1,)), (0, 1), None)
+        links = FragmentLinks("127.0.0.1:1", "a", "life-1", None, above)
+        one, other = (Answer(0, 0, (ChunkWeights(chunk, 1, b""),), "life-1") for chunk in (1, 0))
+        for second, chunks in ((other, [0, 1]), (replace(other, weights=()), [])):
+            with patch.object(GrpcClient, "global_weights", AsyncMock(side_effect=[one, second])):
+                assert [each.chunk for each in (await links.global_weights(0, 1, 9)).weights] == chunks
+        await links.close()
+
+    asyncio.run(pulls())
 
 
 def test_a_rank_asks_each_shard_whether_it_is_known_there() -> None:

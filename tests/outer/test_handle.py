@@ -9,12 +9,7 @@ import pytest
 
 from geotrain.config import LimitsConfig
 from geotrain.outer.events import Joined, Left, Merged, Quarantined, SentUp, UpdateApplied, UpdateRefused, UpdateStage
-from geotrain.outer.messages import (
-    Leave,
-    Refused,
-    UpdatePart,
-    UpdateRejected,
-)
+from geotrain.outer.messages import Leave, Refused, UpdatePart, UpdateRejected
 from geotrain.outer.server import intake
 from geotrain.outer.server.server import Handled
 from tests.support.outer_world import config, halves, make, random_deltas
@@ -99,6 +94,9 @@ def test_what_happened_is_reported_in_order() -> None:
     assert answer is not None
     assert region.handle(answer).events == (Merged(0, 1, [1], size),)
     assert region.handle(answer) == Handled(None)  # a second copy: nothing happens
+    for seed in (3, 4):
+        world.push("a", random_deltas(world, seed))
+    assert region.uplink.in_flight and region.handle(answer) == Handled(None), "it is of another than is on its way"
     refused = region.handle(UpdateRejected("a", "life-1", "wild")).events
     assert refused == (UpdateRefused("a", "wild", 1), Quarantined("a", "wild"))
     assert world.top.handle(Leave("us")).events == (Left("us"),)

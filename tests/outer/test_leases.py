@@ -18,48 +18,6 @@ from geotrain.outer.server.region_leases import RegionLeases
 from tests.support.outer_world import config
 
 RAMP = 1, 1, 30  # ten steps of one sample, five of two, four of three; then sixteen of four: 35 steps
-SIZES = [1] * 10 + [2] * 5 + [3] * 4 + [4] * 16
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["commit", "die", "restore"])), max_size=60),
-    st.sampled_from([(None, [4] * 24), (RAMP, SIZES)]),
-)
-def test_every_sample_is_trained_once(events, ramped):
-    ramp, sizes = ramped
-    coordinator = LeaseTable(train_samples=96, samples_per_step=4, local_steps=3, ramp=ramp)
-    starts = [sum(sizes[:step]) for step in range(len(sizes) + 1)]
-    jobs = dict.fromkeys("abc", 1)
-    trained: list[int] = []
-
-    def turn(worker: str, what: str) -> bool:
-        nonlocal coordinator
-        lease = coordinator.grant(LeaseRequest(worker, jobs[worker]))
-        if isinstance(lease, Finished):
-            return False
-        assert coordinator.grant(LeaseRequest(worker, jobs[worker])) == lease  # asking again changes nothing
-        first = starts.index(lease.start)
-        assert starts[first + lease.steps] == lease.start + lease.samples and 1 <= lease.steps <= 3
-        if what == "commit":
-            trained.extend(range(lease.start, lease.start + lease.samples))
-            assert coordinator.contain((lease.lease,), 0) == lease.samples
-            assert coordinator.contain((lease.lease,), 0) == 0
-            jobs[worker] += 1
-        elif what == "die":
-            coordinator.release((lease.lease, 999))
-        else:
-            state = json.loads(json.dumps(coordinator.state()))
-            coordinator = LeaseTable(96, 4, 3, ramp=ramp)
-            coordinator.load(state)
-        return True
-
-    for worker, what in events:
-        turn(worker, what)
-    for worker in "abc":
-        while turn(worker, "commit"):
-            pass
-    assert sorted(trained) == list(range(96))
-    assert coordinator.finished and coordinator.committed_samples == 96
 
 
 @given(st.lists(st.sampled_from(["grant", "commit", "die"]), max_size=40), st.integers(0, 40))
@@ -96,16 +54,6 @@ def test_after_a_rollback_nothing_is_trained_that_came_since(events, at):
         older.contain((lease.lease,), 0)
         job += 1
     assert left == {*range(192)} - done - aside and older.finished
-
-
-def test_slower_workers_take_fewer_steps():
-    coordinator = LeaseTable(10_000, 2, local_steps=8, scale_local_steps=True)
-    steps = {}
-    for worker, step_s in (("fast", 0.1), ("half", 0.2), ("slow", 1.0)):
-        lease = coordinator.grant(LeaseRequest(worker, 1, step_s))
-        assert isinstance(lease, Lease)
-        steps[worker] = lease.steps
-    assert steps == {"fast": 8, "half": 4, "slow": 1}
 
 
 def test_jobs_of_unlike_speeds_come_to_end_together():
@@ -210,20 +158,6 @@ def test_who_holds_leases_may_be_silent_for_ten_times_what_they_take_and_half_an
     assert told == [math.inf] * 4 + [1800.0, 2000.0, math.inf, 1800.0, 25_000.0]
 
 
-def test_rounds_do_not_depend_on_who_asks_first():
-    def starts(order: str) -> dict[tuple[str, int], int]:
-        coordinator = LeaseTable(100, 2, 3, rounds=("a", "b"))
-        got = {}
-        for job in (1, 2):
-            for worker in order:
-                lease = coordinator.grant(LeaseRequest(worker, job))
-                assert isinstance(lease, Lease)
-                got[worker, job] = lease.start
-        return got
-
-    assert starts("ab") == starts("ba") == {("a", 1): 0, ("b", 1): 6, ("a", 2): 12, ("b", 2): 18}
-
-
 def test_rounds_with_scaled_steps_hand_out_every_sample_once():
     """DyLU in a synchronous run: the slow worker takes fewer steps, and no two places overlap."""
     coordinator = LeaseTable(60, 2, 4, scale_local_steps=True, rounds=("fast", "slow"))
@@ -253,14 +187,6 @@ def test_a_speed_that_changes_moves_everyones_share():
     assert [steps("a", 1, 0.1), steps("b", 1, 0.4)] == [8, 2]
     assert [steps("a", 2, 0.2), steps("b", 2, 0.4)] == [8, 4]  # the fastest slowed down
     assert [steps("b", 3, 0.1), steps("a", 3, 0.2)] == [8, 4]
-
-
-def test_a_round_is_whole_or_not_at_all():
-    coordinator = LeaseTable(18, 2, 3, rounds=("a", "b"))
-    for worker in "ab":
-        assert isinstance(coordinator.grant(LeaseRequest(worker, 1)), Lease)
-    for worker in "ab":
-        assert isinstance(coordinator.grant(LeaseRequest(worker, 2)), Finished)
 
 
 def test_while_the_batch_grows_whole_steps_are_skipped_and_jobs_keep_their_number_of_steps():

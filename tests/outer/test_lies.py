@@ -23,6 +23,10 @@ from geotrain.outer.messages import (
     LeaseRequest,
     MemberSilent,
     Refused,
+    Release,
+    TakeBack,
+    TakenBack,
+    Trained,
     UpdatePart,
 )
 from geotrain.outer.server.global_server import GlobalServer
@@ -191,3 +195,14 @@ def test_who_joins_first_does_not_decide_which_data_is_right():
     with pytest.raises(Refused, match="data differs: eu trains on data"):
         top.handle(join("eu", wrong))
     assert top.handle(join("us", right)).reply and top.data == right
+
+
+def test_nobody_trains_or_takes_back_the_data_of_another():
+    world = make(config())
+    lease = world.lease("b")
+    assert lease is not None
+    world.top.handle(Trained("eu", 0, (lease.lease,)))
+    assert world.top.holds("us") and not world.top.status()["committed_samples"]
+    world.top.handle(Release((lease.lease,)))  # its worker counted as dead
+    assert world.top.handle(TakeBack("a", (lease.lease,))).reply == TakenBack("a", (), (lease.lease,))
+    assert not world.top.lease_table.open

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from geotrain.common.names import GLOBAL
-from geotrain.config import codec_config
 from geotrain.net.storage.recovery import end_incarnations
 from geotrain.outer.events import Joined
 from geotrain.outer.messages import (
@@ -131,19 +130,6 @@ def test_whether_a_part_is_wanted_is_known_without_its_payload():
     assert not region.intake.admit(bare(first, size))
     region.handle(second)
     assert not region.intake.admit(bare(second, len(second.deltas[0].payload)))
-
-
-def test_an_answer_that_comes_twice_is_adopted_once():
-    """With changes downwards, a second copy would be added to the mirror again."""
-    world = make(config(updates_per_send=1, down=codec_config("int4")))
-    region = world.regions["eu"]
-    world.push("a", random_deltas(world, 1))
-    update = world.deliver_up("eu")
-    answer = world.top.answer("eu", "life-1", 0, 0, update.sequence)
-    region.handle(answer)
-    x, mirror = region.weights(0).clone(), region.state()[0]["mirror.0"].clone()
-    region.handle(answer)
-    assert torch.equal(region.weights(0), x) and torch.equal(region.state()[0]["mirror.0"], mirror)
 
 
 def test_goodbyes_outlive_a_restart_and_a_finished_run_can_go_on():

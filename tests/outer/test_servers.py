@@ -13,7 +13,6 @@ from geotrain.outer.messages import MemberSilent, Refused
 from tests.support.outer_world import (
     FakeWorker,
     World,
-    columns,
     config,
     halves,
     make,
@@ -21,29 +20,8 @@ from tests.support.outer_world import (
     random_deltas,
     saved_and_loaded,
     say_again,
-    weights_of,
     whole,
 )
-
-
-def play(world: World, rounds: int = 12) -> list[torch.Tensor]:
-    for i in range(rounds):
-        for n, r in (("a", "eu"), ("b", "us")):
-            world.push(n, random_deltas(world, 10 * i + ord(n)))
-            world.settle(r)
-        for r in world.regions:  # a synchronous round is answered only now
-            world.settle(r)
-    return weights_of(world.top)
-
-
-@pytest.mark.parametrize("fragments", [None, 1])
-@pytest.mark.parametrize("rule", ["halos", "region_momentum", "sync"])
-def test_different_layouts_give_the_same_server_state_as_equal_ones(rule, fragments):
-    equal = play(make(config(rule=rule), fragments=fragments))
-    different = play(make(config(rule=rule), halves, columns, fragments=fragments))
-    for a, b in zip(equal, different, strict=True):
-        assert torch.equal(a, b)
-    assert float(equal[0].std()) > 0.1
 
 
 def test_progress_that_is_not_finite_is_refused_by_the_parameters_name():
@@ -53,19 +31,6 @@ def test_progress_that_is_not_finite_is_refused_by_the_parameters_name():
     region.store.vectors[1].x[-last.numel()] = float("inf")
     with pytest.raises(NonFiniteError, match=f"region eu: parameter {name}: holds infinities"):
         region.store.send_up(0, 1, {})
-
-
-def test_incremental_answers_track_the_weights():
-    """4-bit changes downwards: what one leaves out goes with the next, so the region stays near."""
-    world = make(config(down=codec_config("int4"), updates_per_send=1, merge_alpha=1.0))
-    for i in range(30):
-        world.push("a", {0: torch.randn(64, generator=torch.Generator().manual_seed(i)) / (1 + i)})
-        update = world.deliver_up("eu")
-        assert update is not None
-        world.deliver_down("eu", update)
-    receiver = world.regions["eu"].state()[0]["mirror.0"]
-    scale = float((world.top.weights(0)).norm())
-    assert float((receiver - world.top.weights(0)).norm()) < 0.02 * scale
 
 
 def test_an_answer_is_kept_until_every_part_has_adopted_it() -> None:

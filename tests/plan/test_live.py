@@ -125,6 +125,23 @@ def test_what_cannot_change_in_a_live_run(tmp_path: Path, now: Any, wanted: Any,
         with_regions(run, other.cluster)
 
 
+def test_a_region_brings_its_device_and_its_link_and_changes_no_others(tmp_path: Path) -> None:
+    def has_link(raw: dict[str, Any]) -> None:
+        raw["links"] = [{"regions": ["eu", "global"], "gbps": 1.0}]
+
+    def more(raw: dict[str, Any]) -> None:
+        hosts = [{"host": "localhost", "slots": 1, "device": "d"}]
+        raw["regions"].append({"name": "us", "workers": [{"name": "us-0", "hosts": hosts}]})
+        raw["devices"] = {"d": {"memory_gb": 80, "tflops": 900}}
+        raw["links"] = [{"regions": [name, "global"], "gbps": 2.0} for name in ("eu", "us")]
+
+    (tmp_path / "other").mkdir()
+    now = folder_of(tmp_path, has_link)
+    grown = with_regions(now, folder_of(tmp_path / "other", more).cluster)
+    assert [(*link.regions, link.gbps) for link in grown.links] == [("eu", "global", 1.0), ("us", "global", 2.0)]
+    assert grown.regions[0] == now.cluster.regions[0] and grown.region("us").workers[0].hosts[0].device == "d"
+
+
 def test_a_server_takes_regions_more_and_nothing_else(tmp_path: Path) -> None:
     served = inventory({"a": HOSTS["a"]})
     path = tmp_path / "cluster.json"

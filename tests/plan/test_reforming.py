@@ -34,7 +34,7 @@ def formed(folder: Path, *left: HostConfig, of: tuple[HostConfig, ...], memory_g
 
 def test_a_step_has_as_many_samples_on_fewer_hosts(tmp_path: Path) -> None:
     every = hosts("a", "b", "c", "d")
-    for left in (every[:1], every[1:], every[2:]):
+    for left in (every[:1], every[1:], every[2:], [HostConfig(host="e", slots=3)]):
         setup = formed(tmp_path, *left, of=every)
         replicas = setup.config.ranks // setup.parallel.replica_ranks
         assert {host.host for host in setup.config.hosts} <= {host.host for host in left}
@@ -42,8 +42,8 @@ def test_a_step_has_as_many_samples_on_fewer_hosts(tmp_path: Path) -> None:
 
 
 def test_like_hosts_take_the_places_of_those_that_left(tmp_path: Path) -> None:
-    setup = formed(tmp_path, *hosts("s", "c", "a"), of=hosts("a", "b", "c"))
-    assert [host.host for host in setup.config.hosts] == ["a", "s", "c"] and setup.config.parallel is None
+    setup = formed(tmp_path, *hosts("s", "d", "t", "a"), of=hosts("a", "b", "c", "d"))
+    assert [host.host for host in setup.config.hosts] == ["a", "s", "t", "d"] and setup.config.parallel is None
 
 
 def test_a_worker_that_fits_nowhere_is_refused_with_what_it_lacks(tmp_path: Path) -> None:

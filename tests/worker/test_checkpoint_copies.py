@@ -8,6 +8,7 @@ import os
 import shutil
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -113,23 +114,32 @@ def test_what_all_hosts_lose_comes_back_from_object_storage(tmp_path: Path) -> N
             assert extra == {"job": 1} and any("has 15 bytes" in fault for fault in faults), faults
 
 
-def test_a_copy_that_cannot_begin_holds_up_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_go_by_the_time_are_not_held_up_by_one_that_cannot_begin_and_name_nothing_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from geotrain.checkpoint import copies, folders
 
     def full(source: Path, target: Path) -> None:
         raise OSError(errno.ENOSPC, "no room")
 
-    settings, told = CheckpointConfig(snapshots=f"file://{tmp_path}/far", every_minutes=1e-6), list[Event]()
+    settings, told = CheckpointConfig(snapshots=f"file://{tmp_path}/far", every_minutes=1.0), list[Event]()
     run = run_config(QWEN_2, deepspeed_block(1)).model_copy(update={"checkpoint": settings})
     files = folders.CheckpointFolder(folders.RanksOfWorker(BUSY_S), tmp_path / "here", 2, "", "safetensors")
-    copies.CheckpointCopies(files, run, "w", told.append)
-    for tag, link in (("first", full), ("second", os.link)):
+    made = copies.CheckpointCopies(files, run, "w", told.append)
+    for tag, link, now_s, events in (("first", full, 0, 1), ("second", os.link, 61, 2), ("third", os.link, 120, 2)):
         monkeypatch.setattr(copies.os, "link", link)
+        monkeypatch.setattr(copies, "time", SimpleNamespace(monotonic=lambda now_s=now_s: now_s))
         files.write(tag, {}, lambda path: path.write_bytes(b"state"))
-        assert until(lambda tag=tag: len(told) == ("first", "second").index(tag) + 1, BUSY_S)  # type: ignore[misc]
+        assert until(lambda events=events: len(told) == events, BUSY_S)  # type: ignore[misc]
+    assert [*made.checkpoint_ids()] == [2], "the third came a minute less a second later"
     trouble, uploaded = told
     assert isinstance(trouble, Trouble) and "not copied to object storage" in trouble.what
     assert isinstance(uploaded, SnapshotUploaded) and uploaded.number == 2
+    for number, (tag, name) in enumerate((("../out", "rank"), ("in", "../out"), ("good", "rank"))):
+        (place := tmp_path / f"{number:08d}-ab").mkdir()
+        copies.write_meta(place, {}, {"manifest": {"tag": tag, "files": {name: []}}})
+        copies.stored(run, "w").upload(place, place.name)
+    assert {each["tag"] for each in made.elsewhere()} == {"good", "second"}
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from tests.chaos.faults.audit import coverage
 from tests.chaos.faults.scenario import KILLS
 
 ROOT = Path(__file__).parents[3]
-START_S = 500.0
 BURDENED = {
     "kills": 4, "full_disks": 1, "out_of_files": 1, "starved": 1
 }  # fmt: skip
