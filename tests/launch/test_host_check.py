@@ -15,6 +15,7 @@ from geotrain.launch import host_check, host_facts
 from geotrain.launch.host_check import HERE, check_hosts, hosts_of, inquiries, parse_answers
 from geotrain.launch.host_facts import GpuFacts, read_gpus, read_host
 from geotrain.launch.host_rules import EXCLUSIVE
+from geotrain.launch.site_processes import fixed_master_port
 from tests.support.command_line import say
 from tests.support.nvml import Nvml
 from tests.support.programs import SSH, stand_in
@@ -50,6 +51,7 @@ def test_each_host_is_asked_by_its_launcher(tmp_path: Path) -> None:
         ("local", HERE): [("us-0", 1, ())],  # it gets a free port when it starts
     }
     assert hosts_of(run, cluster, ("global", "us")).keys() == {("local", HERE)}
+    assert len({fixed_master_port(cluster.workers[1][1], n) for n in range(9)}) == 9, "they may share a host"
     first, second = inquiries(cluster, hosts, tmp_path)
     assert first.command[:2] == ("ssh", "-T") and first.command[-2] == "h1"
     assert first.command[-1].endswith(f"-m geotrain.launch.host_facts {tmp_path} h1 29400")

@@ -20,17 +20,17 @@ from geotrain.monitor.events import EventLog, Record, Trouble
 from tests.support.small_runs import prepare_text, write_files
 
 Launch = Callable[..., int]
-Writes = dict[str, tuple[str, str]]  # process → file in the run's folder, and what it writes there as it ends
 LONG_S = 60.0  # a launch that waits for what never comes ends then, and well
 
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    """Launch a run of two workers, of which the first always fails, and is not started again."""
+    """Launch a run of two workers, of which the first always fails, and is not started again. writes: process → file
+    in the run's folder, and what it writes there as it ends."""
     prepare_text(tmp_path)
 
     class Instead(Supervisor):
-        lasts_s, writes = 0.0, Writes()
+        lasts_s, writes = 0.0, dict[str, tuple[str, str]]()
 
         def start(self, spec: ProcessSpec) -> None:
             assert not (tmp_path / "r" / launcher.OUTCOME).exists(), "it would tell how this launch ended"
@@ -41,9 +41,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
             command = sys.executable, "-c", does
             super().start(replace(spec, command=command, first_input=b""))
 
-    def launched(
-        rule: str = "sync", resume: bool = False, lasts_s: float = 0.0, writes: Writes | None = None, **keys: Any
-    ) -> int:
+    def begin(rule: str = "sync", resume: bool = False, lasts_s: float = 0, writes: Any = None, **keys: Any) -> int:
         Instead.lasts_s, Instead.writes = lasts_s, writes or {}
         files = write_files(
             tmp_path, "r", 32, {"eu": [1], "us": [1]}, {"rule": {"name": rule}}, restarts=0, shards=1, **keys
@@ -52,7 +50,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
 
     monkeypatch.setattr(launcher, "Supervisor", Instead)
     monkeypatch.chdir(tmp_path)
-    return launched
+    return begin
 
 
 def test_only_a_synchronous_run_ends_when_a_worker_is_given_up(launch: Launch, tmp_path: Path) -> None:

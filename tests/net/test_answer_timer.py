@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -69,6 +70,15 @@ def test_an_answer_waits_for_the_others_until_it_is_due(steps: Steps) -> None:
     third = steps.sends("a", 0.5)  # now c sends nothing
     steps.adopts("a", third)
     assert stages(steps.cluster.top)[3:] == ["waits", "answered"]
+
+
+def test_the_deadline_of_an_answered_update_is_not_that_of_the_next(steps: Steps) -> None:
+    until_s = time.monotonic() + 2.0
+    first, second = steps.sends("a", 2.0), steps.sends("c", 2.0)
+    steps.adopts("a", first), steps.adopts("c", second)
+    third = steps.sends("a", LONG_S)
+    wait_for(lambda: time.monotonic() > until_s + 1.0)
+    assert not third.done()
 
 
 def test_who_waits_since_before_a_restart_is_answered_at_once(steps: Steps) -> None:

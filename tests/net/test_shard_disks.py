@@ -41,8 +41,7 @@ class Story:
     def __init__(self, folder: Path, s3: dict[str, str]) -> None:
         folder.mkdir()
         url = make_bucket(f"bucket-{abs(hash(folder))}", s3) + "/copies"
-        settings: dict[str, Any] = {"snapshots": url, "environment": s3, "every_minutes": 1000.0, "shards": 2}
-        self.site = Site(folder, "halos", SAMPLES, **settings)
+        self.site = Site(folder, "halos", SAMPLES, snapshots=url, environment=s3, every_minutes=1000.0, shards=2)
         self.servers: dict[str, Server] = {}
         self.events: list[dict[str, Any]] = []  # of the global server, before its folder was lost
 

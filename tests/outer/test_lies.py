@@ -200,7 +200,6 @@ def test_who_joins_first_does_not_decide_which_data_is_right():
 def test_nobody_trains_or_takes_back_the_data_of_another():
     world = make(config())
     lease = world.lease("b")
-    assert lease is not None
     world.top.handle(Trained("eu", 0, (lease.lease,)))
     assert world.top.holds("us") and not world.top.status()["committed_samples"]
     world.top.handle(Release((lease.lease,)))  # its worker counted as dead
