@@ -31,9 +31,12 @@ def live_run(folder: Path) -> LiveRun:
 
 
 def phase_result(phase: str, after: RunStatus | None = None) -> Output:
-    """The result of a command that steers a run. after: the run when that was waited for."""
-    data = {"phase": phase, **({"status": after.as_json()} if after else {})}
-    return Output(data, "\n".join([phase, *([after.headline] if after else [])]))
+    """The result of a command that steers a run. after: the run when that was waited for; its state is the exit code
+    if it has failed, or no server tells of it."""
+    if after is None:
+        return Output({"phase": phase}, phase)
+    code = int(after.state) if after.state.name in ("FAILED", "UNREACHABLE") else 0
+    return Output({"phase": phase, "status": after.as_json()}, f"{phase}\n{after.headline}", code)
 
 
 @command(epilog="Example: geotrain status runs/mine; geotrain status runs/mine --json | jq .state")
@@ -145,7 +148,7 @@ def drain(
     """
     run = live_run(folder)
     phase = run.steer("drain", region)
-    return phase_result(phase, run.wait(lambda seen: run.has_left(region, seen), wait) if wait else None)
+    return phase_result(phase, run.wait_until_over(wait, lambda seen: run.has_left(region, seen)) if wait else None)
 
 
 @command(epilog="Example: geotrain unban runs/mine eu-0")
@@ -239,11 +242,9 @@ def stop(folder: RunFolder, wait: Wait = 0.0) -> Output:
 
     `geotrain launch … --resume` goes on as if it had never stopped, but for the time.
     """
-    from geotrain.commands.operate import RunState
-
     run = live_run(folder)
     phase = run.steer("stop")
-    return phase_result(phase, run.wait(lambda seen: seen.state is not RunState.RUNNING, wait) if wait else None)
+    return phase_result(phase, run.wait_until_over(wait) if wait else None)
 
 
 @command(epilog="Example: geotrain rollback runs/1b --to 12 --out runs/1b-again")

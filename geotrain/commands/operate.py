@@ -71,6 +71,10 @@ class RunStatus:
     cordoned: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def over(self) -> bool:
+        return self.state not in (RunState.RUNNING, RunState.UNREACHABLE)
+
+    @property
     def headline(self) -> str:
         top = self.statuses.get(GLOBAL, {})
         running = self.state is RunState.RUNNING
@@ -231,11 +235,26 @@ class LiveRun:
             time.sleep(every_s)
         return seen
 
+    def wait_until_over(
+        self, within_s: float, or_when: Callable[[RunStatus], bool] = lambda seen: False
+    ) -> RunStatus:
+        """Ask until the run is over. One of which no server tells any more, and that no launcher here runs, is taken
+        for over after `COMMAND_S`: its servers may have ended elsewhere. Raises TimeoutError."""
+        heard_s = time.monotonic()
+
+        def over(seen: RunStatus) -> bool:
+            nonlocal heard_s
+            if seen.state is not RunState.UNREACHABLE or launcher_runs(self.folder):
+                heard_s = time.monotonic()
+            return seen.over or bool(or_when and or_when(seen)) or time.monotonic() > heard_s + COMMAND_S
+
+        return self.wait(over, within_s)
+
     def has_left(self, region: str, seen: RunStatus) -> bool:
-        """Whether a drained region is gone: its members at the global server have left, or the run has ended."""
+        """Whether all members of a drained region have left, as the global server says."""
         names = {region, *(worker.name for worker in self.cluster.region(region).workers)}
         own = [m for name, m in seen.statuses.get(GLOBAL, {}).get("members", {}).items() if name in names]
-        return seen.state is not RunState.RUNNING or (bool(own) and all(member["left"] for member in own))
+        return bool(own) and all(member["left"] for member in own)
 
     def _send(self, site: str, control: rpc.Control, within_s: float) -> str:
         trust = trust_between(self.cluster, "operator", OPERATOR, "global" if site == GLOBAL else "region", site)
@@ -243,7 +262,7 @@ class LiveRun:
             return command(self.servers[site], control, within_s, trust)
         except Unreachable:
             seen = self.see()
-            if seen.state in (RunState.RUNNING, RunState.UNREACHABLE):
+            if not seen.over:
                 raise
             more = "" if seen.state is RunState.FINISHED else "; `geotrain launch … --resume` goes on with it"
             raise ConfigError(f"{self.folder}: the run is not on, nothing was done: {seen.headline}{more}") from None
@@ -278,7 +297,7 @@ def watch(run: LiveRun, console: Console, every_s: float) -> RunState:
         while True:
             left_s = eta.update(share_of(seen.statuses.get(GLOBAL, {})), time.monotonic())
             live.update(picture(run, seen, left_s), refresh=True)
-            if seen.state not in (RunState.RUNNING, RunState.UNREACHABLE):
+            if seen.over:
                 break
             time.sleep(every_s)
             seen = run.see()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from geotrain.commands import operate
 from geotrain.commands.logs import stream
 from geotrain.commands.operate import LiveRun, RunState, RunStatus, judge, launcher_runs, picture
 from geotrain.config import ConfigError
@@ -146,12 +147,27 @@ def test_a_drained_region_has_left_when_all_of_its_members_have(tmp_path: Path) 
     Site(tmp_path)  # of a region with the workers a and b
     run = LiveRun(tmp_path)
 
-    def has_left(members: dict[str, bool], state: RunState = RunState.RUNNING) -> bool:
+    def has_left(members: dict[str, bool]) -> bool:
         told = {name: {"left": left} for name, left in members.items()}
-        return run.has_left("eu", RunStatus(state, "", {"global": {"members": told}}))
+        return run.has_left("eu", RunStatus(RunState.RUNNING, "", {"global": {"members": told}}))
 
     assert [has_left({"a": left, "b": True, "c": False}) for left in (False, True)] == [False, True]
-    assert not has_left({}) and has_left({}, RunState.STOPPED)
+    assert not has_left({})
+
+
+def test_a_run_of_which_no_server_tells_is_not_over_while_its_launcher_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Site(tmp_path)
+    run = LiveRun(tmp_path)
+    with pytest.raises(TimeoutError, match="not within 0 s; now: unreachable"):
+        run.wait_until_over(0.0)
+    monkeypatch.setattr(operate, "COMMAND_S", -1.0)
+    assert run.wait_until_over(0.0).state is RunState.UNREACHABLE  # its servers may have ended elsewhere
+    with locked(tmp_path), pytest.raises(TimeoutError):
+        monkeypatch.setattr(operate, "COMMAND_S", 1.0)
+        run.wait_until_over(2.0)
+    assert run.wait_until_over(0.0).state is RunState.FAILED
 
 
 def test_a_launcher_is_known_by_its_lock(tmp_path: Path) -> None:
