@@ -35,8 +35,10 @@ from geotrain.launch.forming import without_cordoned
 from geotrain.launch.host_check import check_hosts, refuse, show
 from geotrain.launch.machine import this_machine
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites_here
+from geotrain.launch.rollback import REQUEST, take_back, where_it_goes_on
 from geotrain.launch.run_rules import misfits
 from geotrain.launch.site_processes import LaunchRequest, local_processes, proxied_links, pump_process, remote_site
+from geotrain.launch.spikes import SpikeWatch
 from geotrain.launch.supervisor import RunOutcome, Supervisor, exit_code, tail
 from geotrain.launch.terminal import RunDisplay, last_status, new_console, share_of, size
 from geotrain.monitor.events import EventLog, Follower, ProcessDied, Trouble, WorkerFormed
@@ -129,11 +131,13 @@ def launch(
         console.print(f"{run.name}: {len(starting)} processes started; logs in {supervisor.logs}", highlight=False)
         display = stack.enter_context(RunDisplay(run, cluster, console, folder)) if GLOBAL in hosts else None
         troubles = troubles_of(request, folder, say)
+        spikes = SpikeWatch(run, cluster, folder, not only, lambda what: supervisor.on_event(Trouble(what)))
 
         def tick() -> None:
             troubles()
             if display:
                 display.show()
+                spikes.look(display.latest.get(GLOBAL, {}))
 
         outcome = supervisor.wait(tick, run.monitor.every_s)
         troubles()
@@ -157,6 +161,16 @@ def launch(
     if display and (how := how_to_go_on(folder, run_path, cluster_path, changes)):
         console.print(how, style="yellow", highlight=False, soft_wrap=True)
     return exit_code(outcome)
+
+
+def where_to_go_on(folder: Path) -> Path:
+    """Follow a run whose launcher took it back, or was to and was killed before, to its present folder. Raises
+    ConfigError, StoreError."""
+    folder = where_it_goes_on(folder)
+    if not (folder / REQUEST).exists():
+        return folder
+    with locked(folder):
+        return take_back(folder) or where_it_goes_on(folder)
 
 
 def how_to_go_on(folder: Path, run_path: Path, cluster_path: Path, changes: tuple[str, ...] = ()) -> str:

@@ -278,7 +278,7 @@ class RunDisplay:
     def __init__(self, run: RunConfig, cluster: ClusterConfig, console: Console, folder: Path) -> None:
         self._run, self._cluster, self._console, self._folder = run, cluster, console, folder
         self._servers = addresses(run, cluster)
-        self._latest: dict[str, Status] = {}
+        self.latest: dict[str, Status] = {}
         self._eta = Eta()
         self._page: str | None = None  # the status page's address, once it was printed
         self._stop = threading.Event()
@@ -299,15 +299,15 @@ class RunDisplay:
 
     def finish(self) -> None:
         """Show the run once more, with the last status of the servers that have ended."""
-        self._latest = {**self._latest, **last_words(self._folder, self._servers)}
+        self.latest = {**self.latest, **last_words(self._folder, self._servers)}
         self.show()
-        top = self._latest.get(GLOBAL)
+        top = self.latest.get(GLOBAL)
         if top and not self._live:
             state = "finished" if top.get("complete") else str(top["phase"])
             self._console.print(f"{self._run.name}: {headline(top, state)}", highlight=False, soft_wrap=True)
 
     def show(self) -> None:
-        latest = self._latest  # the thread replaces this dict and never changes it, so no lock is needed
+        latest = self.latest  # the thread replaces this dict and never changes it, so no lock is needed
         top = latest.get(GLOBAL, {})
         left_s = self._eta.update(share_of(top), time.monotonic())
         if self._live:
@@ -325,11 +325,11 @@ class RunDisplay:
         kept_s = -SEEN_EVERY_S
         while not self._stop.wait(self._run.monitor.every_s):
             live, now_s = ask(self._cluster, self._servers), time.time()
-            self._latest = {**aged(self._latest, now_s), **live}
+            self.latest = {**aged(self.latest, now_s), **live}
             if live and time.monotonic() - kept_s >= SEEN_EVERY_S:
                 kept_s = time.monotonic()
                 with contextlib.suppress(OutputError):  # without room, nothing can be shown later
-                    write_whole(self._folder / SEEN, json.dumps(aged(self._latest, now_s)))
+                    write_whole(self._folder / SEEN, json.dumps(aged(self.latest, now_s)))
 
 
 # ------------------------------------------------------------------------------------------- for all commands

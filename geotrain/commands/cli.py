@@ -195,9 +195,19 @@ def launch(
             from geotrain.commands.change_regions import change_regions
         raise typer.Exit(change_regions(run, cluster))
     with loading():
+        from geotrain.config import load_run
         from geotrain.launch.launcher import launch as start
-    given = tuple(only or ()), tuple(changes or ()), launch_id, tuple(at or ())
-    raise typer.Exit(start(run, cluster, resume, *given, without_checkpoints=without))
+        from geotrain.launch.launcher import where_to_go_on
+    sites, settings, places = tuple(only or ()), tuple(changes or ()), tuple(at or ())
+    while True:
+        folder = load_run(run, settings).run_folder.absolute()
+        if resume and (newest := where_to_go_on(folder)) != folder:
+            print(f"{folder} was taken back, and goes on in {newest}")
+            folder, settings = newest, (*settings, f"folder={newest}")
+        code = start(run, cluster, resume, sites, settings, launch_id, places, without_checkpoints=without)
+        if code or where_to_go_on(folder) == folder:
+            raise typer.Exit(code)
+        resume = True
 
 
 @app.command(epilog="Example: geotrain up run.json --gpu aws:8xh100@us-east-2,gcp:8xa100@europe-west4 --dry-run")

@@ -255,14 +255,21 @@ def rollback(
         int | None, typer.Option(metavar="SNAPSHOT", help="Its number; without it, all are listed.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="For the new run; it must not exist.")] = None,
+    live: Annotated[bool, typer.Option("--live", help="RUN is on: its launcher stops it and goes on so.")] = False,
 ) -> Output:
     """Begin a run anew from a snapshot of this one, which is stopped; data handed out since is not trained again.
 
-    The run itself stays as it is. Workers begin with no optimizer state.
+    The run itself stays as it is. Workers begin with no optimizer state. With --live its launcher does it, in a
+    folder NAME-rollback-1 beside the run's; status, stop and --resume follow it there.
     """
     from geotrain.commands.export import in_words
-    from geotrain.commands.rollback import roll_back, snapshots_of
+    from geotrain.launch.rollback import roll_back, snapshots_of
 
+    if live:
+        if to is None or out is not None:
+            raise typer.BadParameter("--live takes --to SNAPSHOT, and no --out")
+        live_run(folder).take_back(to)
+        return Output({"snapshot": to}, f"the run stops, and goes on from snapshot {to} in a folder beside its own")
     if (to is None) != (out is None):
         raise typer.BadParameter("say both: --to SNAPSHOT and --out FOLDER; neither lists the snapshots")
     if to is None or out is None:

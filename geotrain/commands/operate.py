@@ -23,6 +23,7 @@ from geotrain.launch.forming import cordon, cordoned, formed_here, may_form
 from geotrain.launch.launcher import OUTCOME
 from geotrain.launch.launchers.ssh import over_ssh
 from geotrain.launch.one_host import ask as run_there
+from geotrain.launch.rollback import request, snapshots_of, where_it_goes_on
 from geotrain.launch.site_processes import path_there, remote_python
 from geotrain.launch.terminal import (
     Eta,
@@ -120,6 +121,7 @@ class LiveRun:
     """A run, found by its folder. Raises ConfigError if there is none."""
 
     def __init__(self, folder: Path) -> None:
+        folder = where_it_goes_on(folder)
         if not (folder / "run.json").exists():
             raise ConfigError(f"{folder}: no run is here, since it has no run.json; give a run's folder, runs/<name>")
         self.folder = folder
@@ -202,6 +204,19 @@ class LiveRun:
         CertificateError, ConfigError."""
         site = Topology(self.config, self.cluster).server_of(worker)
         return self._send(site, rpc.Control("profile", worker, steps), COMMAND_S)
+
+    def take_back(self, number: int) -> None:
+        """Have the run's launcher take it back to that snapshot. Raises ConfigError, StoreError, OutputError."""
+        if self.config.outer.rule.synchronous:
+            raise ConfigError(f"{self.folder}: a synchronous run cannot skip data: its rounds are laid out")
+        if launcher_runs(self.folder) is not True:
+            raise ConfigError(
+                f"{self.folder}: --live needs the launcher of the whole run at work here; else `geotrain stop`, "
+                "`geotrain rollback … --out`, and launch"
+            )
+        if number not in (known := [each["snapshot"] for each in snapshots_of(self.folder)]):
+            raise ConfigError(f"--to {number}: there are snapshots {', '.join(map(str, known)) or 'none'}")
+        request(self.folder, number)
 
     def snapshot(self) -> dict[str, str]:
         """Have every server that is reached write a snapshot: site → where it lies, or what went wrong. The global

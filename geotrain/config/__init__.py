@@ -45,6 +45,7 @@ from geotrain.config.outer import (
     OverlapConfig,
     RegionMomentumConfig,
     RuleConfig,
+    SpikeConfig,
     SyncConfig,
     codec_config,
     rule_config,

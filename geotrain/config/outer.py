@@ -143,6 +143,15 @@ class FragmentConfig(Block):
     )
 
 
+class SpikeConfig(Block):
+    """What the launcher of a run does when the loss spikes (docs/healing.md)."""
+
+    rollback: bool = Field(
+        True, description="Go back to the newest snapshot before it, without the data since; false: pause."
+    )
+    per_hour: PositiveInt = Field(3, description="Rollbacks at most; after them, or where there is none: pause.")
+
+
 class OverlapConfig(Block):
     """Training while an answer travels, and how the answer is then adopted."""
 
@@ -206,6 +215,7 @@ class OuterConfig(Block):
     fragments: FragmentConfig = FragmentConfig()
     overlap: OverlapConfig = OverlapConfig()
     limits: LimitsConfig = LimitsConfig()
+    on_spike: SpikeConfig | None = Field(None, description="null: a spike is told, and nothing is done.")
     state_device: Literal["auto", "device", "host"] = Field(
         "auto",
         description="Place of ranks' anchors and residuals, 8 to 16 bytes for each parameter they own: on the GPU, "
@@ -268,6 +278,10 @@ class OuterConfig(Block):
             ]
             why = "levels = 1, where workers speak to the global server and no region server stands between"
         elif rule.synchronous:
+            if self.on_spike and self.on_spike.rollback:
+                raise ValueError(
+                    "on_spike.rollback: rule 'sync' cannot skip data, as rounds are laid out; set it false"
+                )
             idle, why = reserve, "rule 'sync', whose rounds are dealt with every worker there"
         elif isinstance(rule, RegionMomentumConfig) and rule.answers in ("merged", "wait"):
             idle = [f"rule.{key}" for key in rule.differing("updates_per_send", "merge_alpha")]

@@ -165,7 +165,7 @@ class LossSpike(Event):
 
     loss: Annotated[float, "of the last of them, nats a token"]
     usual: Annotated[float, "median of those before"]
-    tokens: Annotated[int, "committed by then"]
+    tokens: Annotated[int, "committed when the first of them came"]
 
 
 class LeaseBegun(Event):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from geotrain.commands.export import export_run
-from geotrain.commands.rollback import roll_back, snapshots_of
 from geotrain.config import ConfigError
+from geotrain.launch.rollback import roll_back, snapshots_of
 from geotrain.net.storage.snapshots import read_weights
 from geotrain.parameters.dcp import read_dcp
 from tests.support.net_worlds import outer

@@ -16,6 +16,7 @@ from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.recovery import recover
 from geotrain.net.storage.snapshots import (
     META,
+    PINNED,
     SNAPSHOTS,
     OtherFormatError,
     SnapshotStore,
@@ -52,6 +53,10 @@ def test_only_the_newest_are_kept(tmp_path):
         store.save(FrozenState({"x": torch.full((3,), float(i))}), {"i": i})
     assert store.numbers() == [4, 5]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["00000004", "00000005"]
+    (store.path(4) / PINNED).touch()
+    for i in range(5, 8):
+        store.save(FrozenState({"x": torch.zeros(3)}), {"i": i})
+    assert store.numbers() == [4, 7, 8] and store.load(4).meta == {"i": 3}
 
 
 def flip(path: Path) -> None:

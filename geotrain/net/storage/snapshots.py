@@ -45,6 +45,7 @@ from geotrain.parameters.parameter_map import ParameterMap, ParameterMapError
 FORMAT = 6  # number of the format; a snapshot with another one is refused
 SNAPSHOTS = "snapshots"  # the name of the folder within a server's folder
 META = "meta.json"
+PINNED = "pinned"  # a snapshot with this empty file in its folder is not dropped
 # Names of dtypes as the safetensors format has them.
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)  # what damage can look like
@@ -113,7 +114,8 @@ class SnapshotStore:
             self._write(number, state, meta)
         whole = [each for each in (*numbers, number) if each not in self._damaged]
         for old in {*numbers} - {*whole[-self.keep :]} - self._kept:
-            shutil.rmtree(self.path(old), ignore_errors=True)
+            if not (self.path(old) / PINNED).exists():
+                shutil.rmtree(self.path(old), ignore_errors=True)
         return number
 
     def _write(self, number: int, state: FrozenState, meta: dict[str, Any]) -> None:
@@ -198,6 +200,11 @@ class SnapshotStore:
             with suppress(DamagedSnapshot):
                 return _load(self.path(number), number, ()).meta
         return {}
+
+    @property
+    def ended(self) -> bool:
+        """Whether the newest snapshot is of a server that ended in good order, so that its journal holds no more."""
+        return bool(self.newest_meta().get("ended"))
 
     def load(self, number: int) -> Snapshot:
         """Read a snapshot whole. Raises DamagedSnapshot, OtherFormatError."""

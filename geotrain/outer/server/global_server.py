@@ -391,6 +391,7 @@ class GlobalServer(Server):
         tensors, meta = super().state()
         meta["leases"] = self.lease_table.state()
         meta["validations"] = self.validations.state()
+        meta["losses"] = [*self.losses.usual]
         meta["steered"] = {**attributes(self, STEERED), "draining": sorted(self.draining)}
         return tensors, meta
 
@@ -402,6 +403,7 @@ class GlobalServer(Server):
             [n for n, lease in self.lease_table.open.items() if lease.worker not in self._member_of]
         )
         self.validations.load(meta["validations"])
+        self.losses = LossWatch(meta.get("losses", ()))  # older snapshots have none
         steered = meta["steered"]
         set_attributes(self, STEERED, steered)
         self.draining = set(steered["draining"])

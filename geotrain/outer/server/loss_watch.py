@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
@@ -17,27 +18,29 @@ class LossWatch:
     """Compares each loss with the median of those before, and their median absolute deviation.
 
     What is far above is not counted among them, unless it stays so for RECENT updates: then it is the usual. spike:
-    the present one, as plain data; None: the loss is as usual. Nothing of this is durable: it is learned anew.
+    the present one, as plain data; None: the loss is as usual. usual: the losses that say so, which snapshots keep.
     """
 
-    def __init__(self) -> None:
-        self._usual: deque[float] = deque(maxlen=RECENT)
+    def __init__(self, usual: Iterable[float] = ()) -> None:
+        self.usual: deque[float] = deque(usual, RECENT)
         self._high: list[float] = []  # the last ones, if they are above what is usual
+        self._since = 0  # tokens that were committed when the first of them came
         self.spike: dict[str, Any] | None = None
 
     def note(self, loss: float, tokens: int) -> LossSpike | None:
-        """Take the next update's loss, in nats; returns a spike that begins with it. tokens: committed by then."""
-        if len(self._usual) >= LEAST:
-            middle = median(self._usual)
-            spread = 1.4826 * median(abs(each - middle) for each in self._usual)
+        """Take the next update's loss, in nats; returns the spike that it confirms. tokens: committed by then."""
+        if len(self.usual) >= LEAST:
+            middle = median(self.usual)
+            spread = 1.4826 * median(abs(each - middle) for each in self.usual)
             if loss > middle + max(DEVIATIONS * spread, SHARE * abs(middle)):
+                self._since = self._since if self._high else tokens
                 self._high.append(loss)
                 if len(self._high) == RECENT:
-                    self._usual, self._high, self.spike = deque(self._high, RECENT), [], None
+                    self.usual, self._high, self.spike = deque(self._high, RECENT), [], None
                 if len(self._high) != IN_A_ROW:
                     return None
-                self.spike = {"loss": loss, "usual": middle, "tokens": tokens}
+                self.spike = {"loss": loss, "usual": middle, "tokens": self._since}
                 return LossSpike(**self.spike)
         self._high, self.spike = [], None
-        self._usual.append(loss)
+        self.usual.append(loss)
         return None

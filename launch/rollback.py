@@ -1,27 +1,35 @@
-"""`geotrain rollback`: begins a run anew from an older snapshot of the global server, without the data since.
+"""Begins a run anew from an older snapshot of the global server, without the data since (`geotrain rollback`).
 
 It is a branch: another folder, with that snapshot alone, and of each shard the newest that is not newer. So the run
 stays as it is, a kill leaves the new folder or none, and no journal, region or worker has to be taken back: they join
 the new run without a state.
+
+While its launcher runs, a run is taken back by a request in its folder: the launcher has the run stop, and launches
+the branch. A launcher that is killed before does so when the run is launched again, with --resume.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from geotrain.commands.output import age_s
-from geotrain.common.files import make_folder
+from geotrain.common.files import make_folder, write_whole
 from geotrain.common.names import GLOBAL
 from geotrain.config import ConfigError, load_run, shard_name
 from geotrain.net.server.newest_weights import facts_of
 from geotrain.net.storage.owner import new_origin
-from geotrain.net.storage.snapshots import SNAPSHOTS, Snapshot, SnapshotStore, alone_in
+from geotrain.net.storage.snapshots import PINNED, SNAPSHOTS, Snapshot, SnapshotStore, alone_in
 from geotrain.outer.server.leases import LeaseTable
+
+# In a run's folder, as JSON: the snapshot that it is to go back to; the folder in which it goes on; and, of a branch
+# that a launcher made, when it and those before it were made.
+REQUEST, GOES_ON, MADE = "rollback.json", "rolled_back.json", "rollbacks.json"
 
 
 def snapshots_of(folder: Path) -> list[dict[str, Any]]:
@@ -32,9 +40,45 @@ def snapshots_of(folder: Path) -> list[dict[str, Any]]:
     store = SnapshotStore(server / SNAPSHOTS)
     for number, meta in zip(store.numbers(), store.metas(), strict=True):
         version, samples, changed_s = facts_of(server, Snapshot(number, {}, meta))
-        facts = {"committed_samples": samples, "version": version, "age_s": age_s(changed_s)}
+        facts = {"committed_samples": samples, "version": version, "age_s": time.time() - changed_s}
         found.append({"snapshot": number, **facts, "ended": meta["ended"]})
     return found
+
+
+def where_it_goes_on(folder: Path) -> Path:
+    """Follow a run that was taken back by its launcher to the folder in which it goes on."""
+    while (path := folder / GOES_ON).exists():
+        folder = folder.with_name(json.loads(path.read_text()))
+    return folder
+
+
+def request(folder: Path, number: int) -> None:
+    """Ask the run's launcher to take it back to that snapshot, which is kept until then. Raises OutputError,
+    OSError."""
+    servers = folder / "servers"
+    of_shards = (path for path in servers.glob(f"{shard_name(GLOBAL, 0)[:-1]}*/{SNAPSHOTS}/*") if path.is_dir())
+    for snapshot in (SnapshotStore(servers / GLOBAL / SNAPSHOTS).path(number), *of_shards):
+        (snapshot / PINNED).touch()
+    write_whole(folder / REQUEST, json.dumps(number))
+
+
+def rollbacks(folder: Path) -> list[float]:
+    """List when launchers took the run back, in seconds since 1970."""
+    path = folder / MADE
+    return list(json.loads(path.read_text())) if path.exists() else []
+
+
+def take_back(folder: Path) -> Path | None:
+    """Do what was requested of a run that has ended; returns the folder in which it goes on. None: it did not end in
+    good order, and is first to be launched again; or it was done. Raises ConfigError, StoreError."""
+    if (folder / GOES_ON).exists() or not SnapshotStore(folder / "servers" / GLOBAL / SNAPSHOTS).ended:
+        return None
+    first = folder.name.partition("-rollback-")[0]
+    out = next(out for i in count(1) if not (out := folder.with_name(f"{first}-rollback-{i}")).exists())
+    roll_back(folder, json.loads((folder / REQUEST).read_text()), out)
+    write_whole(out / MADE, json.dumps([*rollbacks(folder), time.time()]))
+    write_whole(folder / GOES_ON, json.dumps(out.name))
+    return out
 
 
 def roll_back(folder: Path, number: int, out: Path) -> int:
