@@ -261,7 +261,8 @@ class LiveRun:
             nonlocal heard_s
             if seen.state is not RunState.UNREACHABLE or launcher_runs(self.folder):
                 heard_s = time.monotonic()
-            return seen.over or bool(or_when and or_when(seen)) or time.monotonic() > heard_s + COMMAND_S
+            left = or_when is not None and or_when(seen)
+            return seen.over or left or time.monotonic() > heard_s + COMMAND_S
 
         return self.wait(over, within_s)
 

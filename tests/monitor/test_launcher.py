@@ -111,7 +111,7 @@ def test_the_launcher_says_it_once(tmp_path: Path) -> None:
     said = io.StringIO()
     display = RunDisplay(a_run(tmp_path), a_cluster(), Console(file=said, width=200), tmp_path)
     for url in (None, "http://127.0.0.1:80/", "http://127.0.0.1:80/", "http://127.0.0.1:81/"):
-        display._latest = {"global": {"page": url}}
+        display.latest = {"global": {"page": url}}
         display.show()
     assert said.getvalue().splitlines() == [f"status page: http://127.0.0.1:{port}/" for port in (80, 81)]
 
@@ -121,7 +121,7 @@ def test_on_a_terminal_it_draws_what_status_draws(tmp_path: Path) -> None:
     top = {"phase": "running", "page": "http://127.0.0.1:80/", "train_samples": 4, "committed_samples": 1}
     terminal = Console(file=said, width=120, force_terminal=True, color_system=None)
     with RunDisplay(a_run(tmp_path), a_cluster(), terminal, tmp_path) as display:
-        display._latest = {"global": top}
+        display.latest = {"global": top}
         display.show()
     assert "r: running; 25.0% committed" in said.getvalue()
     assert "region  state  loss" in said.getvalue() and "status page: http://127.0.0.1:80/" in said.getvalue()
