@@ -21,6 +21,7 @@ from geotrain.common.names import GLOBAL
 from geotrain.config import Address, ClusterConfig, ConfigError, RunConfig, load_cluster, load_run
 from geotrain.config.agreement import config_changes
 from geotrain.emulate import wan
+from geotrain.launch.branches import REQUEST, where_it_goes_on
 from geotrain.launch.check import (
     check_port_is_free,
     check_together,
@@ -35,7 +36,6 @@ from geotrain.launch.forming import without_cordoned
 from geotrain.launch.host_check import check_hosts, refuse, show
 from geotrain.launch.machine import this_machine
 from geotrain.launch.preflight import cautions, obstacles, port_obstacles, sites_here
-from geotrain.launch.rollback import REQUEST, take_back, where_it_goes_on
 from geotrain.launch.run_rules import misfits
 from geotrain.launch.site_processes import LaunchRequest, local_processes, proxied_links, pump_process, remote_site
 from geotrain.launch.spikes import SpikeWatch
@@ -169,6 +169,8 @@ def where_to_go_on(folder: Path) -> Path:
     folder = where_it_goes_on(folder)
     if not (folder / REQUEST).exists():
         return folder
+    from geotrain.launch.rollback import take_back  # which imports torch
+
     with locked(folder):
         return take_back(folder) or where_it_goes_on(folder)
 

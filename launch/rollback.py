@@ -22,14 +22,11 @@ from typing import Any
 from geotrain.common.files import make_folder, write_whole
 from geotrain.common.names import GLOBAL
 from geotrain.config import ConfigError, load_run, shard_name
+from geotrain.launch.branches import GOES_ON, MADE, REQUEST, rollbacks
 from geotrain.net.server.newest_weights import facts_of
 from geotrain.net.storage.owner import new_origin
 from geotrain.net.storage.snapshots import PINNED, SNAPSHOTS, Snapshot, SnapshotStore, alone_in
 from geotrain.outer.server.leases import LeaseTable
-
-# In a run's folder, as JSON: the snapshot that it is to go back to; the folder in which it goes on; and, of a branch
-# that a launcher made, when it and those before it were made.
-REQUEST, GOES_ON, MADE = "rollback.json", "rolled_back.json", "rollbacks.json"
 
 
 def snapshots_of(folder: Path) -> list[dict[str, Any]]:
@@ -45,13 +42,6 @@ def snapshots_of(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def where_it_goes_on(folder: Path) -> Path:
-    """Follow a run that was taken back by its launcher to the folder in which it goes on."""
-    while (path := folder / GOES_ON).exists():
-        folder = folder.with_name(json.loads(path.read_text()))
-    return folder
-
-
 def request(folder: Path, number: int) -> None:
     """Ask the run's launcher to take it back to that snapshot, which is kept until then. Raises OutputError,
     OSError."""
@@ -60,12 +50,6 @@ def request(folder: Path, number: int) -> None:
     for snapshot in (SnapshotStore(servers / GLOBAL / SNAPSHOTS).path(number), *of_shards):
         (snapshot / PINNED).touch()
     write_whole(folder / REQUEST, json.dumps(number))
-
-
-def rollbacks(folder: Path) -> list[float]:
-    """List when launchers took the run back, in seconds since 1970."""
-    path = folder / MADE
-    return list(json.loads(path.read_text())) if path.exists() else []
 
 
 def take_back(folder: Path) -> Path | None:

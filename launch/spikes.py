@@ -1,4 +1,4 @@
-"""Asks for a run to be taken back where its loss spikes (`outer.on_spike`), and has it stopped for that."""
+"""Asks for a run to be taken back where its loss spikes (`outer.rollbacks_per_hour`), and has it stopped for that."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from geotrain.common.names import GLOBAL
-from geotrain.config import ClusterConfig, RunConfig, SpikeConfig
-from geotrain.launch.rollback import REQUEST, request, rollbacks, snapshots_of
+from geotrain.config import ClusterConfig, RunConfig
+from geotrain.launch.branches import REQUEST, rollbacks
 from geotrain.launch.terminal import addresses
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import OPERATOR, trust_between
@@ -38,12 +38,14 @@ class SpikeWatch:
         if self._whole and (self._folder / REQUEST).exists():
             self._steer("stop")
             return
-        spike, wanted = top.get("loss_spike"), self._run.outer.on_spike
-        if spike is None or wanted is None or spike == self._seen:
+        spike = top.get("loss_spike")
+        if spike is None or not self._run.outer.rollbacks_per_hour or spike == self._seen:
             return
+        from geotrain.launch.rollback import request  # which imports torch
+
         of = f"loss {spike['loss']:.4f}, where {spike['usual']:.4f} was usual"
         try:
-            number = self._older(spike["tokens"], wanted)
+            number = self._older(spike["tokens"])
             request(self._folder, number)
         except (LookupError, OSError) as why:
             if not self._steer("pause"):  # tried again
@@ -53,14 +55,17 @@ class SpikeWatch:
             self._tell(f"{of}: the run goes back to snapshot {number}, without the data since")
         self._seen = spike
 
-    def _older(self, tokens: int, wanted: SpikeConfig) -> int:
+    def _older(self, tokens: int) -> int:
         """Choose the newest snapshot with fewer tokens. Raises LookupError, which says why not, StoreError."""
-        if not wanted.rollback:
-            raise LookupError("outer.on_spike.rollback is false")
+        from geotrain.launch.rollback import snapshots_of
+
+        most = self._run.outer.rollbacks_per_hour
+        if self._run.outer.rule.synchronous:
+            raise LookupError("rule 'sync' cannot skip data, as its rounds are laid out")
         if not self._whole or self._cluster.global_ssh:
             raise LookupError("not all sites, with the global server's snapshots, are launched from here")
-        if sum(at_s > time.time() - HOUR_S for at_s in rollbacks(self._folder)) >= wanted.per_hour:
-            raise LookupError(f"{wanted.per_hour} times within an hour it was")
+        if sum(at_s > time.time() - HOUR_S for at_s in rollbacks(self._folder)) >= most:
+            raise LookupError(f"it was {most} times within an hour (outer.rollbacks_per_hour)")
         found = snapshots_of(self._folder)
         older = [s["snapshot"] for s in found if s["committed_samples"] * self._run.data.sequence_length < tokens]
         if not older:

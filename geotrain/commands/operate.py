@@ -19,11 +19,11 @@ from rich.text import Text
 from geotrain.common.files import read_object, try_lock
 from geotrain.common.names import GLOBAL
 from geotrain.config import ClusterConfig, ConfigError, RunConfig, Topology, load_cluster, load_run, shards_of
+from geotrain.launch.branches import where_it_goes_on
 from geotrain.launch.forming import cordon, cordoned, formed_here, may_form
 from geotrain.launch.launcher import OUTCOME
 from geotrain.launch.launchers.ssh import over_ssh
 from geotrain.launch.one_host import ask as run_there
-from geotrain.launch.rollback import request, snapshots_of, where_it_goes_on
 from geotrain.launch.site_processes import path_there, remote_python
 from geotrain.launch.terminal import (
     Eta,
@@ -207,6 +207,8 @@ class LiveRun:
 
     def take_back(self, number: int) -> None:
         """Have the run's launcher take it back to that snapshot. Raises ConfigError, StoreError, OutputError."""
+        from geotrain.launch.rollback import request, snapshots_of  # which imports torch
+
         if self.config.outer.rule.synchronous:
             raise ConfigError(f"{self.folder}: a synchronous run cannot skip data: its rounds are laid out")
         if launcher_runs(self.folder) is not True:

@@ -45,7 +45,6 @@ from geotrain.config.outer import (
     OverlapConfig,
     RegionMomentumConfig,
     RuleConfig,
-    SpikeConfig,
     SyncConfig,
     codec_config,
     rule_config,

@@ -36,7 +36,7 @@ def _agreed(run: RunConfig) -> dict[str, Any]:
     """
     left_out = {
         "model": {"recompute", "init_from", "init_changes", "weights"},  # memory; what the parameter map's digest has
-        "outer": {"state_device", "mirrors", "on_spike"},  # where vectors lie; what a launcher does
+        "outer": {"state_device", "mirrors", "rollbacks_per_hour"},  # where vectors lie; what a launcher does
         "data": {"sha256", "skip", "validation", "tokenizer", "cache_folder", "cache_gb"},
     }
     if run.data.curriculum is None:

@@ -143,15 +143,6 @@ class FragmentConfig(Block):
     )
 
 
-class SpikeConfig(Block):
-    """What the launcher of a run does when the loss spikes (docs/healing.md)."""
-
-    rollback: bool = Field(
-        True, description="Go back to the newest snapshot before it, without the data since; false: pause."
-    )
-    per_hour: PositiveInt = Field(3, description="Rollbacks at most; after them, or where there is none: pause.")
-
-
 class OverlapConfig(Block):
     """Training while an answer travels, and how the answer is then adopted."""
 
@@ -201,12 +192,10 @@ class OuterConfig(Block):
     scale_local_steps: bool = Field(False, description="DyLU: slower workers take fewer steps, H·speed.")
     lease_reserve: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto",
-        description="Jobs of each worker whose data a region keeps in reserve, to train on while it is cut off; "
-        "auto: for a minute, by the worker's own steps, and at most a fiftieth of its jobs in the run.",
+        description="Jobs of a worker whose data a region keeps for a cut; auto: a minute's, at most 1/50 of all.",
     )
     up: CodecConfig = Field(
-        Bf16Config(name="bf16"),
-        description="Codec of what goes to the global server; its loss is kept and sent with the next delta.",
+        Bf16Config(name="bf16"), description="Codec of what goes to the global server; its loss goes with the next."
     )
     down: CodecConfig = Field(
         Bf16Config(name="bf16"), description="Codec of what comes from it; its loss stays in the next change."
@@ -215,7 +204,9 @@ class OuterConfig(Block):
     fragments: FragmentConfig = FragmentConfig()
     overlap: OverlapConfig = OverlapConfig()
     limits: LimitsConfig = LimitsConfig()
-    on_spike: SpikeConfig | None = Field(None, description="null: a spike is told, and nothing is done.")
+    rollbacks_per_hour: Annotated[int, Field(ge=0)] = Field(
+        0, description="At loss spikes the launcher takes the run back so often, then pauses it; 0: does nothing."
+    )
     state_device: Literal["auto", "device", "host"] = Field(
         "auto",
         description="Place of ranks' anchors and residuals, 8 to 16 bytes for each parameter they own: on the GPU, "
@@ -278,10 +269,6 @@ class OuterConfig(Block):
             ]
             why = "levels = 1, where workers speak to the global server and no region server stands between"
         elif rule.synchronous:
-            if self.on_spike and self.on_spike.rollback:
-                raise ValueError(
-                    "on_spike.rollback: rule 'sync' cannot skip data, as rounds are laid out; set it false"
-                )
             idle, why = reserve, "rule 'sync', whose rounds are dealt with every worker there"
         elif isinstance(rule, RegionMomentumConfig) and rule.answers in ("merged", "wait"):
             idle = [f"rule.{key}" for key in rule.differing("updates_per_send", "merge_alpha")]

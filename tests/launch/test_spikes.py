@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from geotrain.commands.operate import LiveRun, RunState
-from geotrain.config import ConfigError, SpikeConfig
+from geotrain.config import ConfigError
+from geotrain.launch.branches import GOES_ON, MADE, REQUEST
 from geotrain.launch.launcher import locked, where_to_go_on
-from geotrain.launch.rollback import GOES_ON, MADE, REQUEST, snapshots_of
+from geotrain.launch.rollback import snapshots_of
 from geotrain.launch.spikes import SpikeWatch
 from geotrain.net.storage.snapshots import PINNED
 from tests.support.command_line import say
@@ -45,9 +46,9 @@ class Trained:
                 assert until(lambda: any(each["committed_samples"] > 0 for each in snapshots_of(folder)))
         self.committed = LiveRun(folder).see().statuses["global"]["committed_samples"]
 
-    def watch(self, whole: bool = True, **wanted: Any) -> SpikeWatch:
+    def watch(self, whole: bool = True, per_hour: int = 3) -> SpikeWatch:
         site = self.site
-        outer = site.run.outer.model_copy(update={"on_spike": SpikeConfig(**wanted)})
+        outer = site.run.outer.model_copy(update={"rollbacks_per_hour": per_hour})
         return SpikeWatch(
             site.run.model_copy(update={"outer": outer}), site.cluster, site.folder, whole, self.told.append
         )
@@ -68,14 +69,13 @@ def test_a_spike_has_the_run_taken_back_or_paused(tmp_path: Path) -> None:
     run = Trained(folder)
     live, spike = LiveRun(folder), spiked(TOKENS * run.committed)
     try:
-        # Without outer.on_spike nothing is done.
+        # Without outer.rollbacks_per_hour nothing is done.
         SpikeWatch(run.site.run, run.site.cluster, folder, True, run.told.append).look(spike)
         assert not run.told
         (folder / MADE).write_text(json.dumps([time.time() - 3700.0, time.time() - 60.0]))
         for watch, at, why in (
-            (run.watch(rollback=False), spike, "on_spike.rollback is false"),
             (run.watch(whole=False), spike, "not all sites"),
-            (run.watch(per_hour=1), spike, "1 times within an hour"),
+            (run.watch(per_hour=1), spike, "1 times within an hour (outer.rollbacks_per_hour)"),
             (run.watch(), spiked(0), "no snapshot is older"),
         ):
             watch.look(at)
@@ -151,7 +151,7 @@ def test_bad_data_are_undone_without_a_person_and_then_by_hand(tmp_path: Path) -
     env = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
     outer = {
         "rule": {"name": "region_momentum", "updates_per_send": 1, "answers": "at_once"}, "local_steps": 8,
-        "on_spike": {"per_hour": 1},
+        "rollbacks_per_hour": 1,
     }  # fmt: skip
     keys: dict[str, Any] = {"checkpoint": {"every_minutes": 0.05, "keep": 50}, "monitor": {"every_s": 0.5}}
     files = write_files(tmp_path, "run", 4000 * BATCH, {"eu": [1]}, outer, first={"env": env}, **keys)
@@ -176,7 +176,7 @@ def test_bad_data_are_undone_without_a_person_and_then_by_hand(tmp_path: Path) -
         happens(lambda: jobs(second) > 2)
         assert max(job for _, job in losses(files[0])) == jobs(first)
         assert LiveRun(first).see().state is RunState.RUNNING  # it follows
-        happens(lambda: "is paused, not taken back: 1 times within an hour" in (tmp_path / "said").read_text())
+        happens(lambda: "is paused, not taken back: it was 1 times within an hour" in (tmp_path / "said").read_text())
         bad.unlink()
         (oldest, *_) = snapshots_of(second)
         assert say("rollback", first, "--to", str(oldest["snapshot"]), "--live").returncode == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
@@ -21,10 +20,9 @@ class LossWatch:
     the present one, as plain data; None: the loss is as usual. usual: the losses that say so, which snapshots keep.
     """
 
-    def __init__(self, usual: Iterable[float] = ()) -> None:
+    def __init__(self, usual: Any = ()) -> None:
         self.usual: deque[float] = deque(usual, RECENT)
-        self._high: list[float] = []  # the last ones, if they are above what is usual
-        self._since = 0  # tokens that were committed when the first of them came
+        self._high: list[tuple[float, int]] = []  # the last ones above what is usual, with tokens committed by then
         self.spike: dict[str, Any] | None = None
 
     def note(self, loss: float, tokens: int) -> LossSpike | None:
@@ -33,13 +31,12 @@ class LossWatch:
             middle = median(self.usual)
             spread = 1.4826 * median(abs(each - middle) for each in self.usual)
             if loss > middle + max(DEVIATIONS * spread, SHARE * abs(middle)):
-                self._since = self._since if self._high else tokens
-                self._high.append(loss)
+                self._high.append((loss, tokens))
                 if len(self._high) == RECENT:
-                    self.usual, self._high, self.spike = deque(self._high, RECENT), [], None
+                    self.usual, self._high, self.spike = deque([each for each, _ in self._high], RECENT), [], None
                 if len(self._high) != IN_A_ROW:
                     return None
-                self.spike = {"loss": loss, "usual": middle, "tokens": self._since}
+                self.spike = {"loss": loss, "usual": middle, "tokens": self._high[0][1]}
                 return LossSpike(**self.spike)
         self._high, self.spike = [], None
         self.usual.append(loss)
