@@ -198,12 +198,17 @@ def launch(
         from geotrain.config import load_run
         from geotrain.launch.launcher import launch as start
         from geotrain.launch.launcher import where_to_go_on
-    sites, settings, places = tuple(only or ()), tuple(changes or ()), tuple(at or ())
+    sites, given, places = tuple(only or ()), tuple(changes or ()), tuple(at or ())
+    begun, settings = load_run(run, given), given
+    folder = begun.run_folder.absolute()
     while True:
-        folder = load_run(run, settings).run_folder.absolute()
         if resume and (newest := where_to_go_on(folder)) != folder:
             print(f"{folder} was taken back, and goes on in {newest}")
-            folder, settings = newest, (*settings, f"folder={newest}")
+            folder, places_of = newest, {"folder": begun.checkpoint.folder, "snapshots": begun.checkpoint.snapshots}
+            # Another run's: where it keeps copies and checkpoints nothing of the first may lie.
+            apart = (f"checkpoint.{key}={value}/{folder.name}" for key, value in places_of.items() if value)
+            settings = (*given, f"folder={folder}", *apart)
+            without = without or not (folder / "run.json").exists()
         code = start(run, cluster, resume, sites, settings, launch_id, places, without_checkpoints=without)
         if code or where_to_go_on(folder) == folder:
             raise typer.Exit(code)

@@ -175,9 +175,7 @@ class LimitsConfig(Block):
     norm_deviations: PositiveFloat | None = Field(
         8.0, description="An update whose norm is so many deviations above the usual is refused; null: none is."
     )
-    norm_free_updates: PositiveInt = Field(
-        16, description="Updates a member from which the usual is learned; 512 in all at most."
-    )
+    norm_free_updates: PositiveInt = Field(16, description="Updates a member to learn the usual from; at most 512.")
     strikes: PositiveInt = Field(3, description="Refused updates among its last ones that quarantine a member.")
     strike_window: PositiveInt = Field(64, description="A member's last ones: so many.")
     quarantine_s: PositiveFloat = Field(600.0, description="A quarantined member may start anew after this time.")

@@ -153,7 +153,8 @@ def test_bad_data_are_undone_without_a_person_and_then_by_hand(tmp_path: Path) -
         "rule": {"name": "region_momentum", "updates_per_send": 1, "answers": "at_once"}, "local_steps": 8,
         "rollbacks_per_hour": 1,
     }  # fmt: skip
-    keys: dict[str, Any] = {"checkpoint": {"every_minutes": 0.05, "keep": 50}, "monitor": {"every_s": 0.5}}
+    stores = {"folder": str(tmp_path / "saved"), "snapshots": f"file://{tmp_path}/copies"}
+    keys: dict[str, Any] = {"checkpoint": {"every_minutes": 0.05, "keep": 50, **stores}, "monitor": {"every_s": 0.5}}
     files = write_files(tmp_path, "run", 4000 * BATCH, {"eu": [1]}, outer, first={"env": env}, **keys)
     first, second, third = (tmp_path / name for name in ("run", "run-rollback-1", "run-rollback-2"))
 
@@ -189,4 +190,5 @@ def test_bad_data_are_undone_without_a_person_and_then_by_hand(tmp_path: Path) -
     spans = [json.loads((folder / "servers/global/status.json").read_text()) for folder in (first, second, third)]
     assert all(top["open_leases"] == 0 and not top["complete"] for top in spans)
     assert spans[0]["dispatched_samples"] < spans[1]["dispatched_samples"] < spans[2]["dispatched_samples"]
+    assert {p.name for p in (tmp_path / "copies").iterdir()} >= {second.name, third.name}
     assert 0 < spans[1]["set_aside_samples"] <= spans[2]["set_aside_samples"]
