@@ -59,7 +59,11 @@ def take_back(folder: Path) -> Path | None:
         return None
     first = folder.name.partition("-rollback-")[0]
     out = next(out for i in count(1) if not (out := folder.with_name(f"{first}-rollback-{i}")).exists())
-    roll_back(folder, json.loads((folder / REQUEST).read_text()), out)
+    try:
+        roll_back(folder, json.loads((folder / REQUEST).read_text()), out)
+    except ConfigError:
+        (folder / REQUEST).unlink()  # else the run could not be launched again, either
+        raise
     write_whole(out / MADE, json.dumps([*rollbacks(folder), time.time()]))
     write_whole(folder / GOES_ON, json.dumps(out.name))
     return out

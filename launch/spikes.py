@@ -14,7 +14,6 @@ from geotrain.launch.branches import REQUEST, rollbacks
 from geotrain.launch.terminal import addresses
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import OPERATOR, trust_between
-from geotrain.net.transport.grpc_client import Unreachable
 from geotrain.net.transport.operator_client import command
 from geotrain.outer.messages import Refused
 
@@ -75,7 +74,7 @@ class SpikeWatch:
     def _steer(self, what: str) -> bool:
         """Send the global server a command of the operator's; returns whether it was taken."""
         trust = trust_between(self._cluster, "operator", OPERATOR, "global", GLOBAL)
-        with suppress(Unreachable, Refused):
+        with suppress(OSError, Refused):  # tried again at the next look
             command(addresses(self._run, self._cluster)[GLOBAL], rpc.Control(what), STEER_S, trust)
             return True
         return False

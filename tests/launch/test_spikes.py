@@ -104,6 +104,11 @@ def test_a_spike_has_the_run_taken_back_or_paused(tmp_path: Path) -> None:
         assert [each["committed_samples"] for each in snapshots_of_branch(out, folder)] == [
             next(s["committed_samples"] for s in snapshots_of(folder) if s["snapshot"] == number)
         ]
+        (folder / GOES_ON).unlink()
+        (folder / REQUEST).write_text("999")
+        with pytest.raises(ConfigError, match="--to 999"):
+            where_to_go_on(folder)
+        assert where_to_go_on(folder) == folder  # it can be launched again
     finally:
         for server in run.site.servers:
             server.process.kill()
