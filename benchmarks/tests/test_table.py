@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 # Run by hand: they take hours and read kept rows, or need a run's files or a GPU.
 BY_HAND = {
     "benchmarks.gpu",
-    *(f"benchmarks.studies.{name}" for name in ("candidates", "confirm", "loss_curve", "short")),
+    *(f"benchmarks.studies.{name}" for name in ("confirm", "loss_curve", "short")),
 }
 
 

@@ -1,6 +1,6 @@
 """Data parallelism as well as it could be tuned: its rows, with batch, rate, schedule and mean of weights searched.
 
-`benchmarks.studies.candidates` writes the rows; every study holds its losses against the best of them, too.
+The search of batch, rate and schedule is over; every study holds its losses against the best of its rows, too.
 """
 
 from __future__ import annotations
@@ -20,21 +20,12 @@ Rows = dict[tuple[str, int], Row]  # (trial, seed) → its row
 
 @dataclass(frozen=True)
 class Best:
-    """The best data parallelism found. share: of the run, whose weights' mean is taken; None: the last weights.
-    all_reduces: of the gradient over all devices, in the whole run."""
+    """The best data parallelism found. share: of the run, whose weights' mean is taken; None: the last weights."""
 
     trial: str
     share: str | None
     test: float
     selection: float
-    all_reduces: int
-
-    @property
-    def told(self) -> str:
-        taken = "last weights" if self.share is None else f"mean of the last {float(self.share):.0%} of the run"
-        what = self.trial.removeprefix("data parallel, ")
-        loss = (self.test + self.selection) / 2
-        return f"{what}, {taken}, {self.all_reduces:,} all-reduces of the gradient: {loss:.4f}"
 
 
 def kept(path: Path = RESULTS) -> Rows:
@@ -51,7 +42,7 @@ def losses(row: Row) -> dict[str | None, tuple[float, float]]:
 def best_parallel(rows: Rows) -> Best | None:
     """By the selection slice and the search's own seed; None if nothing was searched."""
     found = [
-        Best(name, share, 2 * both - selection, selection, rows[name, SEED]["versions"])
+        Best(name, share, 2 * both - selection, selection)
         for name, seed in rows
         if name.startswith("data parallel") and seed == SEED
         for share, (both, selection) in losses(rows[name, SEED]).items()

@@ -24,8 +24,6 @@ class InnerSettings:
     momentum_share: ν, where what is orthogonalized is ν·momentum + (1−ν)·gradient (Ma and Yarats, arXiv 1810.06801),
     so that a slow momentum leaves room for the newest gradient; MT-DAO (arXiv 2510.05361) has it in workers that
     seldom exchange. None: Nesterov's, which is the momentum's own decay. normalize_rows: as the product's.
-    lookahead: EMA-Nesterov (arXiv 2605.25395): from 16 to 77 % of the run a step begins at θ + β·m, where m is the
-    mean of the last hundred moves and β is so much times the rate's share of its highest. None: at θ.
     """
 
     lr: float = 3e-3
@@ -38,11 +36,6 @@ class InnerSettings:
     muon: float | None = None
     momentum_share: float | None = None
     normalize_rows: bool = False
-    lookahead: float | None = None
-
-    def reach(self, progress: float) -> float:
-        """β at that share of the run's samples."""
-        return (self.lookahead or 0.0) * self.rate(progress) / self.lr if 0.16 <= progress < 0.77 else 0.0
 
     def rate(self, progress: float) -> float:
         """Learning rate at that share of the run's samples."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -93,7 +93,6 @@ class Fleet:
         self.optimizer = StackedOptimizer(study.inner, model.parameters)
         self.members: list[Learning] = []
         self._models: Stacked | None = None
-        self._moves = torch.zeros(0)  # the mean of each row's last ones, for steps with a lookahead
         self._steps: dict[int, StackedStep] = {}  # by the number of rows
 
     def __getstate__(self) -> dict[str, Any]:
@@ -129,24 +128,8 @@ class Fleet:
         rates = np.array([study.inner.rate(share) for share in shares])
         if len(samples) not in self._steps:
             self._steps[len(samples)] = StackedStep(self, len(samples))
-        step, rows = (
-            partial(self._steps[len(samples)], np.array(list(samples)), np.stack(tokens), rates),
-            list(samples),
-        )
-        losses = step() if study.inner.lookahead is None else self._step_ahead(step, rows, shares)
+        losses = self._steps[len(samples)](np.array(list(samples)), np.stack(tokens), rates)
         return list(zip(samples, losses, strict=True))
-
-    def _step_ahead(self, step: Callable[[], Tensor], rows: list[int], shares: list[float]) -> Tensor:
-        """Take the step of these rows from where their mean move leads."""
-        weights = self.models.weights
-        if not self._moves.numel():
-            self._moves = torch.zeros_like(weights)
-        before = weights[rows]
-        reach = torch.tensor([self.study.inner.reach(share) for share in shares], device=weights.device)
-        weights[rows] += reach[:, None] * self._moves[rows]
-        losses = step()
-        self._moves[rows] = self._moves[rows].lerp(weights[rows] - before, 0.01)
-        return losses
 
 
 class StackedStep:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.studies.claims.methods import METHODS, OURS, SYNCHRONOUS
+from benchmarks.studies.claims.methods import METHODS, OURS
 from benchmarks.studies.environments import HALOS, load_environment
 from benchmarks.studies.learner.model import SmallLM, small_architecture
 from benchmarks.studies.learner.optimizers import InnerSettings, Stacked, StackedOptimizer
@@ -25,7 +24,6 @@ from geotrain.parallelism.optimizer_settings import MuonSettings
 from geotrain.parallelism.whole_matrices import LocalMatrix
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import Parameter, canonical_parameters
-from geotrain.simulate.spec import WorkerSpec
 from geotrain.simulate.world import VirtualWorld
 
 
@@ -229,34 +227,6 @@ def test_steps_of_many_workers_at_once_are_those_of_each_alone(monkeypatch):
         assert (max(widths) == 1) == (how == "alone")
         torch.testing.assert_close(found[how], found["alone"], rtol=1e-4, atol=1e-6)
     assert float((found["alone"] - torch.cat(task.start)).abs().max()) > 0.01
-
-
-def test_a_step_with_a_lookahead_begins_where_the_mean_of_the_last_moves_leads(monkeypatch):
-    """Against the definition, θ' = A(θ + β·m), m += (θ' − θ − m) / 100, from 16 to 77 % of the run."""
-    inner = InnerSettings(lookahead=0.6)
-    assert [inner.reach(share) for share in (0.1, 0.8)] == [0, 0]
-    assert inner.reach(0.5) == pytest.approx(0.6 * inner.rate(0.5) / inner.lr)
-    study = Study(steps=40, hidden=16, layers=1, heads=2, ffn=32, batch=2, length=16, inner=inner)
-    outer = METHODS[SYNCHRONOUS].outer({}, load_environment(HALOS), study.steps)
-    task = training_task(study, outer, 1 << 20)
-    fleet: Any = task.learner
-    one, theta, mean = fleet(WorkerSpec("one", 1.0)), fleet.model.start.clone(), torch.zeros_like(fleet.model.start)
-    seen: list[Tensor] = []
-    gradients = SmallLM.gradients
-
-    def noted(self: SmallLM, weights: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        seen.append(weights[0].clone())
-        return gradients(self, weights, tokens)
-
-    monkeypatch.setattr(SmallLM, "gradients", noted)
-    for step in range(20):
-        one.queue.append(2 * step)
-        fleet.settle(one)
-        torch.testing.assert_close(seen[-1], theta + inner.reach((2 * step + 2) / 80) * mean)
-        after = fleet.models.weights[0].clone()
-        mean += (after - theta - mean) / 100
-        theta = after
-    assert float((seen[-1] - theta).abs().max()) > 0 and float(mean.abs().max()) > 1e-5
 
 
 def test_numbers_next_to_nothing_are_zero_while_the_model_computes_and_only_then(monkeypatch):
