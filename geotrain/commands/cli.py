@@ -204,9 +204,9 @@ def launch(
     while True:
         if resume and (newest := where_to_go_on(folder)) != folder:
             print(f"{folder} was taken back, and goes on in {newest}")
-            folder, places_of = newest, {"folder": begun.checkpoint.folder, "snapshots": begun.checkpoint.snapshots}
+            folder, kept = newest, {"folder": begun.checkpoint.folder, "snapshots": begun.checkpoint.snapshots}
             # Another run's: where it keeps copies and checkpoints nothing of the first may lie.
-            apart = (f"checkpoint.{key}={value}/{folder.name}" for key, value in places_of.items() if value)
+            apart = (f"checkpoint.{key}={place.rstrip('/')}/{folder.name}" for key, place in kept.items() if place)
             settings = (*given, f"folder={folder}", *apart)
             without = without or not (folder / "run.json").exists()
         code = start(run, cluster, resume, sites, settings, launch_id, places, without_checkpoints=without)

@@ -42,7 +42,7 @@ def first_line(error: Exception) -> str:
 
 
 def join(timeout_s: float) -> int:
-    """Meet the worker's other ranks, as RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* in the environment say.
+    """Join the worker's other ranks, as RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* in the environment say.
 
     Returns how many ranks the worker has. No collective of the world waits longer than timeout_s. If this process has
     already joined, nothing happens.

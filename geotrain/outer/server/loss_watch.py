@@ -20,7 +20,7 @@ class LossWatch:
     the present one, as plain data; None: the loss is as usual. usual: the losses that say so, which snapshots keep.
     """
 
-    def __init__(self, usual: Any = ()) -> None:
+    def __init__(self, usual: list[float] | tuple[()] = ()) -> None:
         self.usual: deque[float] = deque(usual, RECENT)
         self._high: list[tuple[float, int]] = []  # the last ones above what is usual, with tokens committed by then
         self.spike: dict[str, Any] | None = None
