@@ -6,7 +6,8 @@ import gc
 import multiprocessing.forkserver
 import os
 import subprocess
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,15 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from tests.support.drawn import lot, seed_of
+
 # An example may take any time: what else the machine does is no fault of the code.
 settings.register_profile("suite", deadline=None, max_examples=30)
 settings.register_profile("all", deadline=None, max_examples=200)
 
 ROOT = Path(__file__).parents[1]
+BEGAN_S = time.monotonic()
+MOST_CASES = 12  # of a long test, that a change plays
 
 # Small worlds have more ranks than a machine has GPUs, and expect the bits of a CPU; processes that tests start
 # inherit it. Tests marked `gpu` ask torch itself for the device. It is set before anything imports DeepSpeed.
@@ -43,6 +48,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     leave_out_long(config, items)
     if config.option.only:
         return only(items, config.option.only.read_text().splitlines())
+    if config.option.within is not None:
+        seed = seed_of("LONG_SEED")
+        return items.sort(key=lambda item: lot(seed, str(item.path.relative_to(ROOT))))
     asked_s, slow = Counter[Path](), Counter[Path]()
     for item in items:
         if timeout := item.get_closest_marker("timeout"):
@@ -83,6 +91,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--only", type=Path, metavar="FILE", help="the tests in its lines, in their order")
     parser.addoption("--contexts", action="store_true", help="record which lines each test executes")
     parser.addoption("--since", metavar="COMMIT", help="long tests too of what differs from this commit")
+    parser.addoption("--within", type=float, metavar="SECONDS", help="files in drawn order; none begins later")
 
 
 def changed_since(commit: str) -> list[str]:
@@ -108,7 +117,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def leave_out_long(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the long tests that were not asked for: neither all, nor what they cover has changed."""
+    """Deselect the long tests that were not asked for: neither all, nor what they cover has changed. Of one with many
+    cases a change plays those that the commit draws, or LONG_SEED."""
     if config.option.all:
         return
     changed = changed_since(config.option.since) if config.option.since else []
@@ -118,9 +128,23 @@ def leave_out_long(config: pytest.Config, items: list[pytest.Item]) -> None:
         own = str(item.path.relative_to(ROOT))
         return not covered or any(path == own or Path(path).is_relative_to(c) for path in changed for c in covered)
 
-    left_out = [item for item in items if not asked(item)]
-    items[:] = [item for item in items if asked(item)]
+    cases = defaultdict[str, list[pytest.Item]](list)
+    for item in (item for item in items if asked(item) and item.get_closest_marker("long")):
+        cases[item.nodeid.partition("[")[0]].append(item)
+    seed = seed_of("LONG_SEED")
+    for each in cases.values():
+        each.sort(key=lambda item: lot(seed, item.nodeid.partition("[")[2]))
+    too_many = {item for each in cases.values() for item in each[MOST_CASES:]}
+    left_out = [item for item in items if item in too_many or not asked(item)]
+    items[:] = [item for item in items if item not in too_many and asked(item)]
     config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    within_s = item.config.option.within
+    if within_s is not None and time.monotonic() - BEGAN_S > within_s:
+        pytest.skip(f"no time left for {item.path.relative_to(ROOT)}")
 
 
 # -- processor time: of this process, its workers and all that they waited for

@@ -289,7 +289,12 @@ def parameter_map_of(run: RunConfig) -> ParameterMap:
         path = Path(run.model.weights)
         return map_of_any(run, read_shapes(path), read_fixed(path))
     f = run.outer.fragments
-    return ParameterMap(canonical_parameters(run.architecture), f.layers_per_fragment, f.chunk_elements, f.pieces)
+    return _map_of(run.architecture, f.layers_per_fragment, f.chunk_elements, f.pieces)
+
+
+@lru_cache(maxsize=8)  # a plan asks many times
+def _map_of(a: Architecture, layers: int | None, chunk_elements: int, pieces: int) -> ParameterMap:
+    return ParameterMap(canonical_parameters(a), layers, chunk_elements, pieces)
 
 
 def map_of_any(run: RunConfig, shapes: Mapping[str, tuple[int, ...]], fixed: dict[str, int]) -> ParameterMap:

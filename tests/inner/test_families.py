@@ -53,7 +53,7 @@ from tests.support.real_models import MODELS
 
 
 def reference_curve(model: Any, config: dict[str, Any], steps: range) -> list[tuple[float, float]]:
-    """Plain PyTorch over micro-batches of two sequences: AdamW, clipping, the schedule by formula."""
+    """Plain PyTorch over micro-batches of four sequences: AdamW, clipping, the schedule by formula."""
     decays = {name: p.dim() > 1 and not name.endswith("_bias") for name, p in model.named_parameters()}
     matrices, norms = ([p for name, p in model.named_parameters() if decays[name] is kind] for kind in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
@@ -66,10 +66,10 @@ def reference_curve(model: Any, config: dict[str, Any], steps: range) -> list[tu
             group["lr"] = 5e-3 * ratio
         optimizer.zero_grad()
         mean = 0.0
-        for tokens in batch(step).split(2):
+        for tokens in batch(step).split(4):
             main, balance = losses(model, config, tokens)
-            ((main + balance) / 4).backward()
-            mean += main.item() / 4
+            ((main + balance) / 2).backward()
+            mean += main.item() / 2
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         move_biases(model, config)
@@ -102,7 +102,7 @@ SPARSE = (
         "rms_norm_eps": 1e-2,
     },  # as Moonlight
 )
-STEPS = range(6)
+STEPS = range(5)  # the last two after the warmup
 
 
 def with_biases(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -120,11 +120,11 @@ def beside_transformers() -> list[dict[str, Any]]:
     results = []
     for config in (*DENSE, *SPARSE):
         parallel = ParallelConfig(dispatcher="allgather") if config in SPARSE else ParallelConfig()
-        engine = start(config, parallel, deepspeed_block(0))
+        engine = start(config, parallel, deepspeed_block(0, micro=4))
         weights = with_biases(canonical_weights(engine.architecture))
         write(engine, weights)
         theirs = transformers_model(config, weights)
-        tokens = batch(7)[:2]
+        tokens = batch(7)[:4]
         with torch.no_grad(), platform.megatron_runtime():
             logits = engine.module(tokens, None, None), theirs(tokens).logits
             loss = engine.evaluate([tokens]), float(losses(theirs, config, tokens)[0])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -20,6 +18,7 @@ from geotrain.plan.model.work import Work
 from geotrain.worker.verification import Comparison
 from tests.support.checkpoints import load, save
 from tests.support.collectives import counted
+from tests.support.drawn import seed_of
 from tests.support.inner_worlds import (
     BATCH,
     SEQUENCE,
@@ -138,19 +137,9 @@ def table() -> list[Layout]:
 
 LAYOUTS = table()
 WHOLE = pytest.mark.long("geotrain/inner", "geotrain/parallelism", "geotrain/optimizers", "tests/inner/layouts.txt")
-TABLE = pytest.mark.long("tests/inner/layouts.txt")
-
-
-def seed() -> int:
-    """LAYOUT_SEED, or else what the commit says."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    return int(os.environ.get("LAYOUT_SEED") or int(commit.stdout[:7] or "0", 16))
-
-
-SEED = seed()
-# A third of what `make test` leaves out is played for a change, another for each commit; all with --all.
+SEED = seed_of("LAYOUT_SEED")
 PARAMETERS = [
-    pytest.param(layout, id=f"{layout.model}-{i}", marks=[] if i < SHORT else WHOLE if (i + SEED) % 3 == 0 else TABLE)
+    pytest.param(layout, id=f"{layout.model}-{i}", marks=[] if i < SHORT else WHOLE)
     for i, layout in enumerate(LAYOUTS)
 ]
 

@@ -23,7 +23,8 @@ from tests.support.process_trees import commands, marked, new_mark, until
 from tests.support.small_runs import BATCH, LOCAL_STEPS, prepare_text, status, write_files
 from tests.support.sshd import fall_silent, sshd
 
-pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(1800)]
+COVERS = pytest.mark.long("geotrain/commands", "geotrain/net/transport", "launch")
+pytestmark = [COVERS, pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(1800)]
 BUSY_S = 500.0
 ENOUGH = 1_000_000  # samples: no machine trains them
 HOSTS = ("127.0.0.1", "second.example.org")  # this machine by two names; the second is known to ssh only

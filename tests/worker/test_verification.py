@@ -20,10 +20,8 @@ BF16 = {"bf16": {"enabled": True}}
 # ZeRO's stage, what the block has besides, ACCO's form.
 ENGINES: dict[str, tuple[int, dict[str, Any], str | None]] = {
     "without ZeRO": (0, {}, None),
-    "ZeRO 1": (1, BF16, None),
     "ZeRO 1, coded": (1, CODED, None),
     "ZeRO 2": (2, BF16, None),
-    "ACCO": (1, BF16, "delayed"),
     "ACCO, coded": (1, CODED, "delayed"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import ceil
 
 from geotrain.common.names import GLOBAL
@@ -28,6 +29,7 @@ def servers(run: RunConfig, cluster: ClusterConfig, parameter_map: ParameterMap)
     return {name: server_needs(place, *about) for name, place in places.items()}
 
 
+@lru_cache(maxsize=64)
 def fullest_share(parameter_map: ParameterMap, shards: int) -> float:
     """Compute the share of the model that the fullest of so many shards has: whole fragments are dealt."""
     dealt, every = deal(parameter_map.fragments, shards), parameter_map.fragments
