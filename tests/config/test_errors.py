@@ -31,6 +31,7 @@ def told(outer: dict[str, Any]) -> list[str]:
         ({"rule": {"lr": 1.0}}, 'rule.name: this key is required; known: sync, halos, region_momentum'),
         ({"rule": {**HALOS, "legder": True}}, "rule.legder: unknown key; did you mean 'ledger'?"),
         ({"rule": {**SYNC, "lr": -1.0}}, "rule.lr = -1.0: Input should be greater than 0"),
+        ({"rule": {**SYNC, "lr": float("inf")}}, "rule.lr = Infinity: Input should be a finite number"),
         (
             {"rule": {**HALOS, "global": {"lr_per_update": 1.0, "bta": 0.5, "beta": 0.5, "buffer": 1}}},
             "rule.global.bta: unknown key; did you mean 'beta'?",

@@ -104,6 +104,11 @@ def test_what_a_machine_must_have_of_them(sharded: Path, tmp_path: Path) -> None
     names = local_files(str(sharded / "train"))
     assert len(names) == 1 + 3 * SHARDS
     assert all(Path(name).is_file() for name in names)
+    shutil.copytree(sharded, some := tmp_path / "some")
+    (manifest := next(some.glob("shard-0002*/train.json"))).write_text(
+        json.dumps({**json.loads(manifest.read_text()), "checksums": False})
+    )
+    assert not any(name.endswith(".crc") for name in local_files(str(some / "train"))), "some shards have none"
     assert local_files("s3://bucket/train") == []
     assert [Path(name).suffix for name in local_files(str(tmp_path / "none"))] == [".json", ".bin", ".idx"]
 

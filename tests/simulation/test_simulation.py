@@ -20,6 +20,7 @@ from geotrain.outer.messages import Answer
 from tests.simulation import machine
 from tests.simulation.lives import dies_half_way, digest, live, settings_of, violations
 from tests.simulation.world import World, operate
+from tests.support.drawn import seed_of
 
 ROOT = Path(__file__).parents[2]
 TOLD = """
@@ -47,6 +48,11 @@ print(*(digest(live(int(seed))) for seed in sys.argv[1:]))
 def test_every_life_ends_and_loses_nothing(seeds: Sequence[int]) -> None:
     for seed in seeds:
         assert violations(live(seed)) == [], f"python -m tests.simulation --seed {seed} --lives 1 --trace"
+
+
+@pytest.mark.parametrize("first", [seed_of("LIVES_SEED")], ids="LIVES_SEED={}".format)
+def test_every_life_that_the_commit_draws_does(first: int) -> None:
+    test_every_life_ends_and_loses_nothing(range(first, first + 5))
 
 
 def test_a_part_that_a_dead_server_had_is_sent_again() -> None:

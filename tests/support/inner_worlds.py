@@ -151,7 +151,6 @@ def start(
     if isinstance(acco, str):
         acco = AccoConfig(form=acco, synchronous_steps=1)  # type: ignore[arg-type]
     gc.collect()  # the threads of a former engine's groups, two dozen that look for work all the time, end with it
-    gc.freeze()  # what is left, modules above all, is not looked through again
     run = run_config(model, block, recompute, acco)
     engine = build_engine(run, parallel, block, 120, end_of_document=end_of_document, precision=precision)
     write(engine, canonical_weights(engine.architecture))
