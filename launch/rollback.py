@@ -42,6 +42,15 @@ def snapshots_of(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+def check(folder: Path, number: int) -> None:
+    """Refuse, by a ConfigError, to go back to a snapshot that is not there, or in a run that can skip no data. Raises
+    StoreError."""
+    if load_run(folder / "run.json").outer.rule.synchronous:
+        raise ConfigError(f"{folder}: a synchronous run cannot skip data: its rounds are laid out; set data.skip")
+    if number not in (known := [each["snapshot"] for each in snapshots_of(folder)]):
+        raise ConfigError(f"--to {number}: {folder} has snapshots {', '.join(map(str, known)) or 'none'}")
+
+
 def request(folder: Path, number: int) -> None:
     """Ask the run's launcher to take it back to that snapshot, which is kept until then. Raises OutputError,
     OSError."""
@@ -72,16 +81,13 @@ def take_back(folder: Path) -> Path | None:
 def roll_back(folder: Path, number: int, out: Path) -> int:
     """Make the new run's folder; returns the samples that are skipped. Raises ConfigError, StoreError."""
     run, server = load_run(folder / "run.json"), folder / "servers" / GLOBAL
-    if run.outer.rule.synchronous:
-        raise ConfigError(f"{folder}: a synchronous run cannot skip data: its rounds are laid out; set data.skip")
+    check(folder, number)
     if out.exists():
         raise ConfigError(f"--out {out} exists; name a folder that does not")
     with ExitStack() as alone:
         alone.enter_context(alone_in(server))
         store = SnapshotStore(server / SNAPSHOTS)
         metas = dict(zip(store.numbers(), store.metas(), strict=True))
-        if number not in metas:
-            raise ConfigError(f"--to {number}: {store.folder} has snapshots {', '.join(map(str, metas)) or 'none'}")
         newest, then = store.newest_meta(), metas[number]["state"]
         if not newest["ended"]:
             raise ConfigError(

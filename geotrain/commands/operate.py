@@ -207,17 +207,14 @@ class LiveRun:
 
     def take_back(self, number: int) -> None:
         """Have the run's launcher take it back to that snapshot. Raises ConfigError, StoreError, OutputError."""
-        from geotrain.launch.rollback import request, snapshots_of  # which imports torch
+        from geotrain.launch.rollback import check, request  # which imports torch
 
-        if self.config.outer.rule.synchronous:
-            raise ConfigError(f"{self.folder}: a synchronous run cannot skip data: its rounds are laid out")
         if launcher_runs(self.folder) is not True:
             raise ConfigError(
                 f"{self.folder}: --live needs the launcher of the whole run at work here; else `geotrain stop`, "
                 "`geotrain rollback … --out`, and launch"
             )
-        if number not in (known := [each["snapshot"] for each in snapshots_of(self.folder)]):
-            raise ConfigError(f"--to {number}: there are snapshots {', '.join(map(str, known)) or 'none'}")
+        check(self.folder, number)
         request(self.folder, number)
 
     def snapshot(self) -> dict[str, str]:

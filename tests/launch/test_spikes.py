@@ -125,7 +125,7 @@ def test_who_may_take_a_live_run_back(tmp_path: Path) -> None:
     live = LiveRun(tmp_path)
     with pytest.raises(ConfigError, match="--live needs the launcher of the whole run"):
         live.take_back(1)
-    with locked(tmp_path), pytest.raises(ConfigError, match="there are snapshots none"):
+    with locked(tmp_path), pytest.raises(ConfigError, match="has snapshots none"):
         live.take_back(1)
     (tmp_path / GOES_ON).write_text(json.dumps("elsewhere"))
     with pytest.raises(ConfigError, match="elsewhere: no run is here"):
