@@ -210,9 +210,10 @@ class OuterLoop:
             self._masters = rank.masters = masters
             digest = member.parameter_map.digest
             self._files = LoopCheckpoints(member.checkpoints, rank, state or {}, digest, run.checkpoint.keep)
-            trained = rank, masters.shards, masters.device
-            calls: Any = {"validate": self._on_validation, "save": self._save, "joined": self._files.claim}
-            self.loop = WorkerLoop(member, *trained, **calls, adopt_last=True)
+            self.loop = WorkerLoop(
+                member, rank, masters.shards, masters.device, validate=self._on_validation, save=self._save,
+                joined=self._files.claim, adopt_last=True,
+            )  # fmt: skip
             opened.callback(self.loop.watch.stop)
             self.resumed_job = self._files.load() if resume else 0
             lacks = f"no whole checkpoint is in {member.checkpoints}" if resume else "resume=False"

@@ -151,8 +151,8 @@ def moment_bytes(adamw: int, matrices: int, block: dict[str, Any]) -> int:
 
 def saved_bytes(shard: ShardSize, block: dict[str, Any]) -> int:
     """Bytes of a rank's part of a checkpoint: moments and, where gradients travel in codes, what these lost."""
-    lost = min(shard.divided, sum(shard.addressed)) if coded_bits(block) is not None else 0
-    return moment_bytes(*shard.addressed, block) + _FP32_BYTES * lost
+    vectors, matrices, divided = shard.addressed
+    return moment_bytes(vectors, matrices, block) + _FP32_BYTES * (divided if coded_bits(block) is not None else 0)
 
 
 def mask_elements(a: Architecture, block: dict[str, Any], length: int, documents: bool) -> int:

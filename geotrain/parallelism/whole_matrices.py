@@ -138,14 +138,15 @@ class ShardSize:
 
     adamw: that AdamW steps. matrices: of Muon's matrices, with the gaps between them. total: of all shards of one
     replica's parameters. divided: of both, what other ranks hold the rest of; experts may be whole. addressed: of
-    adamw and of matrices, what has an address in the model, as padding of the vocabulary and gaps have none.
+    adamw, of matrices and of what is divided, what has an address in the model, as padding of the vocabulary and gaps
+    have none.
     """
 
     adamw: int
     matrices: int
     total: int
     divided: int
-    addressed: tuple[int, int] = (0, 0)
+    addressed: tuple[int, int, int] = (0, 0, 0)
 
 
 @lru_cache(maxsize=1024)  # the planner asks for the same stages again and again
@@ -162,18 +163,21 @@ def shard_size(
         packed = pack(sizes, dp, head, ALIGNED)
         shard = packed.shard_numel
         adamw = min(head, shard)  # of the first rank, which has most of them, and they need most memory
-        addressed = min(others - padding, shard), min(max(packed.filled), shard - adamw)
-        return ShardSize(adamw, shard - adamw, dp * shard, shard if dp > 1 else 0, addressed)
-    adamw = matrices = total = divided = vectors = filled = 0
+        own = min(others - padding, shard), min(max(packed.filled), shard - adamw)
+        divided, saved = (shard, sum(own)) if dp > 1 else (0, 0)
+        return ShardSize(adamw, shard - adamw, dp * shard, divided, (*own, saved))
+    adamw = matrices = total = divided = vectors = filled = saved = 0
     for kind in ((False, False), (False, True), (True, False), (True, True)):
         sizes, others, padding = _matrices_and_others(a, parallel, stage, muon, kind)
         ranks = max(1, dp // parallel.expert) if kind[0] else dp  # that hold the same ones, and divide them
         packed, rest = pack(sizes, ranks, 0, ALIGNED), -(-others // ranks)
         shard = packed.shard_numel
         adamw, matrices, total = adamw + rest, matrices + shard, total + others + ranks * shard
-        divided += rest + shard if ranks > 1 else 0
-        vectors, filled = vectors + min(rest, others - padding), filled + max(packed.filled)
-    return ShardSize(adamw, matrices, total, divided, (vectors, filled))
+        own = min(rest, others - padding), max(packed.filled)
+        vectors, filled = vectors + own[0], filled + own[1]
+        if ranks > 1:
+            divided, saved = divided + rest + shard, saved + sum(own)
+    return ShardSize(adamw, matrices, total, divided, (vectors, filled, saved))
 
 
 @lru_cache(maxsize=256)
