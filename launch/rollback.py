@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, count
@@ -21,7 +22,7 @@ from typing import Any
 
 from geotrain.common.files import make_folder, write_whole
 from geotrain.common.names import GLOBAL
-from geotrain.config import ConfigError, load_run, shard_name
+from geotrain.config import ConfigError, RunConfig, load_run, shard_name
 from geotrain.launch.branches import GOES_ON, MADE, REQUEST, rollbacks
 from geotrain.net.server.newest_weights import facts_of
 from geotrain.net.storage.owner import new_origin
@@ -42,12 +43,11 @@ def snapshots_of(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def check(folder: Path, number: int) -> None:
-    """Refuse, by a ConfigError, to go back to a snapshot that is not there, or in a run that can skip no data. Raises
-    StoreError."""
-    if load_run(folder / "run.json").outer.rule.synchronous:
+def check(run: RunConfig, folder: Path, number: int, known: Collection[int]) -> None:
+    """Refuse, by a ConfigError, to go back to a snapshot that is not `known`, or in a run that can skip no data."""
+    if run.outer.rule.synchronous:
         raise ConfigError(f"{folder}: a synchronous run cannot skip data: its rounds are laid out; set data.skip")
-    if number not in (known := [each["snapshot"] for each in snapshots_of(folder)]):
+    if number not in known:
         raise ConfigError(f"--to {number}: {folder} has snapshots {', '.join(map(str, known)) or 'none'}")
 
 
@@ -81,13 +81,13 @@ def take_back(folder: Path) -> Path | None:
 def roll_back(folder: Path, number: int, out: Path) -> int:
     """Make the new run's folder; returns the samples that are skipped. Raises ConfigError, StoreError."""
     run, server = load_run(folder / "run.json"), folder / "servers" / GLOBAL
-    check(folder, number)
     if out.exists():
         raise ConfigError(f"--out {out} exists; name a folder that does not")
     with ExitStack() as alone:
         alone.enter_context(alone_in(server))
         store = SnapshotStore(server / SNAPSHOTS)
         metas = dict(zip(store.numbers(), store.metas(), strict=True))
+        check(run, folder, number, metas)
         newest, then = store.newest_meta(), metas[number]["state"]
         if not newest["ended"]:
             raise ConfigError(

@@ -131,9 +131,8 @@ def leave_out_long(config: pytest.Config, items: list[pytest.Item]) -> None:
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in (item for item in items if asked(item) and item.get_closest_marker("long")):
         cases[item.nodeid.partition("[")[0]].append(item)
-    seed = seed_of("LONG_SEED")
     for each in cases.values():
-        each.sort(key=lambda item: lot(seed, item.nodeid.partition("[")[2]))
+        each.sort(key=lambda item: lot(seed_of("LONG_SEED"), item.nodeid.partition("[")[2]))
     too_many = {item for each in cases.values() for item in each[MOST_CASES:]}
     left_out = [item for item in items if item in too_many or not asked(item)]
     items[:] = [item for item in items if item not in too_many and asked(item)]

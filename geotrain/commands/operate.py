@@ -207,14 +207,14 @@ class LiveRun:
 
     def take_back(self, number: int) -> None:
         """Have the run's launcher take it back to that snapshot. Raises ConfigError, StoreError, OutputError."""
-        from geotrain.launch.rollback import check, request  # which imports torch
+        from geotrain.launch.rollback import check, request, snapshots_of  # which imports torch
 
         if launcher_runs(self.folder) is not True:
             raise ConfigError(
                 f"{self.folder}: --live needs the launcher of the whole run at work here; else `geotrain stop`, "
                 "`geotrain rollback … --out`, and launch"
             )
-        check(self.folder, number)
+        check(self.config, self.folder, number, [each["snapshot"] for each in snapshots_of(self.folder)])
         request(self.folder, number)
 
     def snapshot(self) -> dict[str, str]:

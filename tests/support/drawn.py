@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+from functools import cache
 from pathlib import Path
 
 
+@cache
 def seed_of(variable: str) -> int:
     """Return the seed that an environment variable gives, or else what the commit says."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)

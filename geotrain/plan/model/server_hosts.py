@@ -29,7 +29,7 @@ def servers(run: RunConfig, cluster: ClusterConfig, parameter_map: ParameterMap)
     return {name: server_needs(place, *about) for name, place in places.items()}
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)  # as many maps as are kept
 def fullest_share(parameter_map: ParameterMap, shards: int) -> float:
     """Compute the share of the model that the fullest of so many shards has: whole fragments are dealt."""
     dealt, every = deal(parameter_map.fragments, shards), parameter_map.fragments
