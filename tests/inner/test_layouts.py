@@ -228,8 +228,7 @@ def test_the_estimate_of_memory_is_what_a_layout_uses(played: dict[Layout, list[
 
 def test_a_checkpoint_has_no_gaps_between_whole_matrices() -> None:
     """What codes lost has none, either. It is what a rank of LAYOUT_SEED=51625821-10 saved."""
-    coded = "fp32, coded"
-    layout = Layout(tensor="2+", context=2, expert="2 by gathering", optimizer="Muon", precision=coded, model="mixtral")
+    layout = Layout("mixtral", 1, "2+", 1, 2, "2 by gathering", optimizer="Muon", precision="fp32, coded")
     sizes = {"hidden_size": 36, "intermediate_size": 24, "num_hidden_layers": 2, "num_key_value_heads": 4}
     a = architecture({**MODELS["mixtral"], **sizes, "head_dim": 8, "num_experts_per_tok": 3})
     memory = memory_per_rank(a, layout.parallel, layout.ranks, layout.block, SEQUENCE)
