@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -41,9 +42,11 @@ def test_workers_wait_while_the_run_is_paused_and_go_on_at_once(make: Callable[.
     assert tell(cluster, "pause") == "paused"
     cluster.restart_top()
     worker.train(held)
-    worker.clients[0].deadline_s = 0.5
+    worker.clients[0].deadline_s = 10.0  # many calls' time on a machine with other work
     waiting: Future[object] = worker.clients[0].lease(LeaseRequest("b", 2))
-    asked_again(cluster, 6)  # each of them holds a call for as long as it may
+    until_s = time.monotonic() + 10.5
+    wait_for(lambda: time.monotonic() > until_s)
+    asked_again(cluster, 1)  # each of them holds a call for as long as it may
     assert not waiting.done()
     status = ask_status(cluster.top.address, BUSY_S)
     assert status is not None and (status["phase"], status["open_leases"]) == ("paused", 1)
