@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path, PurePosixPath
@@ -18,9 +18,13 @@ from geotrain.config.cluster import SecurityConfig
 from geotrain.plan.offers import Offer, region_name
 
 SHAPE = re.compile(
-    r"(?P<cloud>[a-z]\w*):((?P<nodes>\d+)x)?(?P<slots>\d+)x(?P<kind>[a-z][\w-]*)(@(?P<place>[\w./-]+))?", re.I
+    r"(?P<cloud>[a-z]\w*):((?P<nodes>\d+)(?P<by>[x*]))?(?P<slots>\d+)x(?P<kind>[a-z][\w-]*)(@(?P<place>[\w./-]+))?",
+    re.I,
 )
-FORM = "write CLOUD:[HOSTSx]COUNTxKIND[@REGION], as aws:8xh100@us-east-2 or slurm:2x4xcpu@cluster"
+FORM = (
+    "write CLOUD:[HOSTSx]COUNTxKIND[@REGION], as aws:8xh100@us-east-2 or slurm:2x4xcpu@cluster; HOSTS* in place of "
+    "HOSTSx makes each host a region of its own"
+)
 # SkyPilot opens no ports there, asks for no spot machines, stops no idle ones, and often does not know their memory.
 QUEUES = ("slurm",)
 PORT = 7070
@@ -43,7 +47,7 @@ FOUND = 'export PATH="$HOME/sky_workdir/.venv/bin:$PATH"; cd "$HOME/' + HERE + '
 @dataclass(frozen=True)
 class Machines:
     """Equal machines of one region. kind: of accelerators, "cpu": none. slots: accelerators or CPU ranks a host.
-    place: the provider's region, or region/zone; empty: any."""
+    place: the provider's region, or region/zone; empty: any. number: among the regions of one host each there."""
 
     cloud: str
     kind: str
@@ -51,11 +55,12 @@ class Machines:
     hosts: int
     slots: int
     spot: bool = False
+    number: int | None = None
 
     @property
     def region(self) -> str:
         """Name of the region in the cluster file."""
-        return region_name(self.cloud, self.place)
+        return region_name(self.cloud, self.place) + ("" if self.number is None else f"-{self.number}")
 
     @property
     def infra(self) -> str:
@@ -101,7 +106,9 @@ def machines_of(said: str, spot: bool = False) -> tuple[Machines, ...]:
         if spot and cloud in QUEUES:
             raise ConfigError(f"--gpu {entry.strip()!r}: {cloud} has no spot machines; leave --spot out")
         kind = "cpu" if match["kind"].lower() == "cpu" else match["kind"].upper()
-        found.append(Machines(cloud, kind, match["place"] or "", int(match["nodes"] or 1), int(match["slots"]), spot))
+        hosts, apart = int(match["nodes"] or 1), match["by"] == "*"
+        each = Machines(cloud, kind, match["place"] or "", 1 if apart else hosts, int(match["slots"]), spot)
+        found += [replace(each, number=n) for n in range(hosts)] if apart else [each]
     names = [each.region for each in found]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"--gpu names {', '.join(twice)} twice; a region is one entry: HOSTSx says how many hosts")

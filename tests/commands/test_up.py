@@ -296,9 +296,18 @@ def test_a_budget_alone_gets_machines(run_file: Path, sky: Path, capsys: pytest.
     assert 0 < told.data["usd_per_hour"] < 400
 
 
-def test_several_regions_of_several_hosts_have_hosts_of_their_own(run_file: Path) -> None:
-    cluster = cluster_of(load_run(run_file), machines_of("aws:2x8xh100@a,gcp:2x8xa100@b"))
+@pytest.mark.parametrize("said", ["aws:2x8xh100@a,gcp:2x8xa100@b", "aws:2*8xh100@a,aws:8xh100@a"])
+def test_several_regions_have_hosts_of_their_own(run_file: Path, said: str) -> None:
+    cluster = cluster_of(load_run(run_file), machines_of(said))
     assert not list(misfits(load_run(run_file), cluster))
+
+
+def test_a_machine_that_is_a_region_of_its_own_is_brought_back_alone(run_file: Path) -> None:
+    _, *regions = tasks(run_file, "aws:3*8xh100@us-east-2", Wanted(spot=True)).values()
+    assert [task["name"] for task in regions] == [f"mine-aws-us-east-2-{n}" for n in range(3)]
+    for task in regions:  # a managed job each, which ends and begins without the others
+        assert (task["num_nodes"], task["resources"]["infra"]) == (1, "aws/us-east-2")
+        assert f"--only {task['name'].removeprefix('mine-')} " in task["run"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

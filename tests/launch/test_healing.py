@@ -86,6 +86,53 @@ def test_hosts_are_cordoned_and_freeze_while_the_global_server_is_away(tmp_path:
     run.is_whole(ssh)
 
 
+def with_code(run: Launched, code: str, **worker: Any) -> None:
+    """Let the worker's ranks run that code as they start. worker: laid over it in the cluster file."""
+    (run.folder / "code").mkdir()
+    (run.folder / "code/sitecustomize.py").write_text(code)
+    cluster = json.loads(run.files[1].read_text())
+    first = cluster["regions"][0]["workers"][0]
+    first |= {"env": {**first["env"], "PYTHONPATH": str(run.folder / "code")}, **worker}
+    run.files[1].write_text(json.dumps(cluster))
+
+
+STANDS = """
+import os, time
+if os.environ.get("RANK") == "3":
+    from geotrain.checkpoint.copies import CheckpointCopies
+    move, moved = CheckpointCopies._move, []
+
+    def stands(self, *given):
+        moved.append(given)
+        if len(moved) == 4 and not os.path.exists("{stands}"):
+            open("{stands}", "x").close()
+            time.sleep(1e6)
+        return move(self, *given)
+
+    CheckpointCopies._move = stands
+"""
+
+
+@pytest.mark.long("launch", "geotrain/checkpoint")
+@pytest.mark.slow
+@pytest.mark.root
+def test_a_host_is_lost_while_its_checkpoint_is_copied(tmp_path: Path, free_port: int) -> None:
+    """Of a pipeline: the other host has half of the layers' state of that checkpoint, and all of the one before."""
+    run = Launched(tmp_path, ENOUGH, {"rule": {"name": "halos"}}, HOSTS, checkpoint={"every_jobs": 1})
+    with_code(run, STANDS.format(stands=tmp_path / "stands"), parallel={"pipeline": 2})
+    with hosts_by_ssh(tmp_path, free_port, tmp_path / "run/checkpoints") as ssh, run.running():
+        run.happens((tmp_path / "stands").exists)
+        run.lose(HOSTS[1])
+        run.happens(lambda: len(run.events("WorkerFormed")) == 1)
+        run.trains_on()
+        (tmp_path / "lost").unlink()
+        run.happens(lambda: len(run.events("WorkerFormed")) == 2)
+        run.trains_on()
+        run.stops()
+        run.is_whole(ssh)
+    assert "without its saved state" not in run.said
+
+
 FLIPS = """
 import os
 if os.environ.get("RANK") == "2":
@@ -106,11 +153,7 @@ if os.environ.get("RANK") == "2":
 def test_the_host_of_a_rank_whose_weights_flip_is_cordoned(tmp_path: Path, ssh: dict[str, str]) -> None:
     keys: dict[str, Any] = {"checkpoint": {"every_jobs": 1}, "monitor": {"verified_share": 0.5}}
     run = Launched(tmp_path, 100 * BATCH, {"rule": {"name": "halos"}}, HOSTS, **keys)
-    (tmp_path / "flips").mkdir()
-    (tmp_path / "flips/sitecustomize.py").write_text(FLIPS)
-    cluster = json.loads(run.files[1].read_text())
-    cluster["regions"][0]["workers"][0]["env"]["PYTHONPATH"] = str(tmp_path / "flips")
-    run.files[1].write_text(json.dumps(cluster))
+    with_code(run, FLIPS)
     with run.running() as launcher:
         assert launcher.wait(BUSY_S) == 0, run.said
     (formed,) = run.events("WorkerFormed")

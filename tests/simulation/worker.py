@@ -31,7 +31,7 @@ class SimulatedWorker(FakeWorker):
     def __init__(self, world: World, name: str) -> None:
         self.world, parameter_map = world, world.parameter_map
         cut, identity = (
-            (halves if name == "a" else whole)(parameter_map),
+            {1: whole, 2: halves}[world.ranks[name]](parameter_map),
             identity_of(world.run_config, parameter_map),
         )
         there = world.server_of(name), parameter_map, world.run_config.outer, cut, identity
@@ -44,8 +44,9 @@ class SimulatedWorker(FakeWorker):
     def _acknowledged(self, fragment: int, sequence: int) -> None:
         self.world.acknowledged.add((self.name, self.incarnation, fragment, sequence))
 
-    async def live(self) -> None:
-        """Join, train until no data is left, and leave."""
+    async def live(self) -> bool:
+        """Join, train until no data is left, and leave. Returns whether it is to be started again, with other ranks:
+        then it does not say goodbye, as where a lost host is back at a job's end."""
         for client, join in zip(self.clients, self.joins(), strict=True):
             welcome = await client._first_join(join)
         self.sequences, self.job = list(welcome.sequences), welcome.job
@@ -75,8 +76,15 @@ class SimulatedWorker(FakeWorker):
                 await self._pulled(answers)
                 self.sequences[f] += 1
             self.job += 1
+            forming = self.world.forming
+            if forming is not None and not self.world.run_config.outer.rule.synchronous and forming.random() < 0.1:
+                self.world.disturb(self.name)
+                self.world.absent.add(self.name)
+                self.world.note(self.name, "is formed anew after its job")
+                return True
         await self._begun()
         await asyncio.gather(*(client._leave() for client in self.clients))
+        return False
 
     async def _begun(self) -> None:
         """Adopt the server's weights as they are now."""

@@ -159,6 +159,8 @@ class World:
         self.hung: set[str] = set()  # workers that beat, and train nothing
         self.late: dict[str, float] = {}  # who comes only after so many seconds
         self.struck: set[str] = set()  # workers that may be refused for good
+        self.ranks = {name: 2 if name == "a" else 1 for name in HOME}
+        self.forming: random.Random | None = None  # draws how many ranks a worker comes back with: hosts are lost
         self.acknowledged: set[tuple[str, str, int, int]] = set()
         made = initial_weights(self.run_config, self.parameter_map, range(len(self.parameter_map.fragments)))
         start = [made[fragment] for fragment in sorted(made)]
@@ -250,6 +252,8 @@ class World:
     def start(self, name: str) -> None:
         process = self.processes[name]
         self.hung.discard(name)
+        if name in HOME and process.deaths and self.forming is not None:
+            self.ranks[name] = self.forming.choice([1, 2])
         context = contextvars.copy_context()
         context.run(PROCESS.set, name)
         run = self._serve if name in self.addresses else self._work
@@ -388,10 +392,10 @@ class World:
 
     async def _work(self, process: Process) -> None:
         """A worker's link over its production client, and training in place of which time passes."""
-        name, life, again = process.name, process.deaths, False
+        name, life = process.name, process.deaths
         worker = SimulatedWorker(self, name)
         try:
-            await worker.live()
+            again = await worker.live()
         except asyncio.CancelledError:  # it is killed, and all that it has begun with it
             for task in [task for client in worker.clients for task in client._tasks]:
                 task.cancel()
@@ -410,6 +414,7 @@ class World:
             return
         if again:
             process.task = None
+            process.deaths += self.forming is not None
             self.loop.call_later(2.0, self.start, name)  # as its launcher would
             return
         process.ended = True
