@@ -186,7 +186,7 @@ class OuterConfig(Block):
 
     rule: RuleConfig = Field(RegionMomentumConfig(name="region_momentum"), description="docs/algorithms.md")
     levels: Literal[1, 2] = Field(2, description="2: workers → region server → global server; 1: workers → global.")
-    local_steps: PositiveInt = Field(8, description="H: inner steps between deltas, at speed 1.")
+    local_steps: int = Field(8, ge=1, le=100_000, description="H: inner steps between deltas, at speed 1.")
     scale_local_steps: bool = Field(False, description="DyLU: slower workers take fewer steps, H·speed.")
     lease_reserve: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto",

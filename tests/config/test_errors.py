@@ -31,6 +31,8 @@ def told(outer: dict[str, Any]) -> list[str]:
         ({"rule": {"lr": 1.0}}, 'rule.name: this key is required; known: sync, halos, region_momentum'),
         ({"rule": {**HALOS, "legder": True}}, "rule.legder: unknown key; did you mean 'ledger'?"),
         ({"rule": {**SYNC, "lr": -1.0}}, "rule.lr = -1.0: Input should be greater than 0"),
+        ({"fragments": {"pieces": 1 << 54}}, f"fragments.pieces = {1 << 54}: must be at most 9,007,199,254,740,992"),
+        ({"local_steps": 10**6}, "local_steps = 1000000: Input should be less than or equal to 100000"),
         ({"rule": {**SYNC, "lr": float("inf")}}, "rule.lr = Infinity: Input should be a finite number"),
         (
             {"rule": {**HALOS, "global": {"lr_per_update": 1.0, "bta": 0.5, "beta": 0.5, "buffer": 1}}},
