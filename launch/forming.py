@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from geotrain.common.files import OutputError, read_object, write_whole
 from geotrain.config import ClusterConfig, ConfigError, HostConfig, RunConfig, WorkerConfig, WorkerSetup
 from geotrain.config.cluster import RegionConfig
@@ -53,8 +55,16 @@ class Found:
 
 
 def cordoned(folder: Path) -> dict[str, str]:
-    """Read which hosts are not to be used, each with why. folder: the run's."""
-    return read_object(folder / CORDONED)
+    """Read which hosts are not to be used, each with why. folder: the run's. Raises ConfigError: nobody knows."""
+    try:
+        return TypeAdapter(dict[str, str]).validate_json((folder / CORDONED).read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder / CORDONED}: cannot be read, so that nobody knows which hosts are out of use: {error}; write "
+            '{"HOST": "WHY"} of them, or remove it'
+        ) from error
 
 
 def without_cordoned(run: RunConfig, cluster: ClusterConfig, folder: Path) -> ClusterConfig:
@@ -73,7 +83,7 @@ def may_form(region: RegionConfig, worker: WorkerConfig) -> bool:
 
 
 def cordon(folder: Path, host: str, why: str | None) -> None:
-    """Put a host out of use; with None for why, back into it. Raises OSError."""
+    """Put a host out of use; with None for why, back into it. Raises OSError, ConfigError."""
     with (folder / f".{CORDONED}").open("a") as lock:  # an operator may cordon one while a launcher does another
         fcntl.flock(lock, fcntl.LOCK_EX)
         others = {name: said for name, said in cordoned(folder).items() if name != host}
@@ -118,6 +128,7 @@ class Forming:
         self._since_s: float | None = None  # no layout has fitted since
         self._next_s = 0.0  # when anything is looked for again
         self._cordoned: dict[str, str] = {}
+        self._unread = ""
         self._read: dict[Path, int] = {log: log.stat().st_size for log in self._logs() if log.exists()}
         (folder / formed_file(worker.name)).unlink(missing_ok=True)
         if (without := cordoned(folder)).keys() & {host.host for host in worker.hosts}:
@@ -141,7 +152,8 @@ class Forming:
                 self._next_s = now + ASK_AGAIN_S
                 self._pool.submit(self._ask_to_end)
         else:
-            before, self._cordoned = self._cordoned, cordoned(self.folder)
+            before = self._cordoned
+            self._read_cordoned()
             mine = {host.host for host in self.formed.hosts}
             new = [host for host in self._candidates() if host.host not in mine]
             lacks = len(self.formed.hosts) < len(self.configured.hosts) or bool(mine & self._cordoned.keys())
@@ -158,7 +170,7 @@ class Forming:
         if len(self.formed.hosts) > 1 and self._first[-2:] == [host, host]:
             self._lose(host, why)
             self._first = []
-        self._cordoned = cordoned(self.folder)
+        self._read_cordoned()
         self._find([each.host for each in self._candidates()])
 
     def ready(self) -> bool:
@@ -177,7 +189,7 @@ class Forming:
             return False
         if self._found.formed is None and not self._waited_long(now):
             if now >= self._next_s and self._finding is None:
-                self._cordoned = cordoned(self.folder)
+                self._read_cordoned()
                 self._find([host.host for host in self._candidates(every=True)])
             return False
         return True
@@ -198,6 +210,15 @@ class Forming:
 
     # -- what it is formed of
 
+    def _read_cordoned(self) -> None:
+        """Where the file is damaged, what was known of it stays, and that is said once."""
+        said, self._unread = self._unread, ""
+        try:
+            self._cordoned = cordoned(self.folder)
+        except ConfigError as error:
+            self._unread = str(error)
+            self.events += [Trouble(self._unread)] if self._unread != said else []
+
     def _logs(self) -> list[Path]:
         name = self.configured.name
         names = (name, *(f"{name}.{number}" for number in range(len(self.configured.hosts))))
@@ -216,7 +237,9 @@ class Forming:
                         with contextlib.suppress(ValueError, LookupError, TypeError):
                             failed = json.loads(said)
                             why = f"device {failed['device']}: {failed['what']}"
-                            cordon(self.folder, places[failed["rank"]], why)
+                            host = places[failed["rank"]]
+                            self._cordoned = {**self._cordoned, host: why}  # whatever becomes of the file
+                            cordon(self.folder, host, why)
                     self._read[log] = self._read.get(log, 0) + len(line)  # now: a full disk may have room later
 
     def _candidates(self, every: bool = False) -> list[HostConfig]:
@@ -274,7 +297,7 @@ class Forming:
 
     def _lose(self, host: str, why: str) -> None:
         self._times[host] += host not in self._lost
-        pause_s = min(self._back_s * 2.0 ** min(self._times[host] - 1, 30), LONGEST_S)
+        pause_s = min(self._back_s * 2.0 ** min(self._times[host] - 1, 30), max(LONGEST_S, self._back_s))
         self._lost[host] = why, self._clock() + pause_s
 
     def _judge(self, found: Found) -> None:

@@ -69,8 +69,8 @@ def take_back(folder: Path) -> Path | None:
     first = folder.name.partition("-rollback-")[0]
     out = next(out for i in count(1) if not (out := folder.with_name(f"{first}-rollback-{i}")).exists())
     try:
-        roll_back(folder, json.loads((folder / REQUEST).read_text()), out)
-    except ConfigError:
+        roll_back(folder, int((folder / REQUEST).read_text()), out)
+    except ValueError:  # ConfigError is one
         (folder / REQUEST).unlink()  # else the run could not be launched again, either
         raise
     write_whole(out / MADE, json.dumps([*rollbacks(folder), time.time()]))

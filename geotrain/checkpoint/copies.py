@@ -28,7 +28,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from geotrain.checkpoint.folders import CheckpointError, CheckpointFolder, finish, manifests, prepare, sealed
+from geotrain.checkpoint.folders import (
+    CheckpointError,
+    CheckpointFolder,
+    finish,
+    manifests,
+    named_well,
+    prepare,
+    sealed,
+)
 from geotrain.common.files import make_folder, sync
 from geotrain.config import RunConfig
 from geotrain.monitor.events import Trouble
@@ -102,7 +110,7 @@ class CheckpointCopies:
             for name in own:
                 os.link(folder / name, self.folder / name)
             stated = {Path(name).stem: manifest["files"][name] for name in own}
-            owner = Owner(self._run.name, self._worker).plain()
+            owner = Owner(self._run.name, self._worker, manifest["origin"]).plain()
             write_meta(self.folder, stated, {"owner": owner, "manifest": manifest})
             self._loop.call_soon_threadsafe(self._uploader.wake)
         except OSError as error:
@@ -123,8 +131,7 @@ class CheckpointCopies:
                 if not manifests(self.files.folder):
                     raise
                 self._write_event(Trouble(str(error)))
-        # A checksum does not say who wrote it.
-        return [each for each in found if all(Path(n).name == n for n in (each["tag"], *each["files"]))]
+        return [each for each in found if named_well(each)]
 
     def bring(self, manifest: dict[str, Any], needed: list[str]) -> None:
         """Bring files of a checkpoint that are not here, each to the hosts that need it; says in the folder's faults

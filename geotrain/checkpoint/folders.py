@@ -206,6 +206,7 @@ class CheckpointFolder:
         for key in sorted({key for here in found for key in here}, reverse=True):
             manifest = next(here[key] for here in found if key in here)
             place = folder / manifest["tag"]
+            together(partial(self._check_kind, manifest, wanted), folder)
             self.bring(manifest, needed := self.needed(manifest, wanted["layout"]))
             lacks = [fault for fault in together(partial(self._lacks, needed, manifest), place) if fault]
             faults = lacks or [fault for fault in together(partial(self._damage, needed, manifest), place) if fault]
@@ -225,16 +226,18 @@ class CheckpointFolder:
         return [self.file] if own else list(manifest["files"])
 
     def _found(self, wanted: dict[str, Any], tag: str | None) -> dict[tuple[int, int], dict[str, Any]]:
-        """Find the manifests that this rank sees, by number and checksum. Raises CheckpointError."""
+        """Find the manifests that this rank sees, by number and checksum."""
         known = [*(manifest for manifest, _ in manifests(self.folder)), *self.elsewhere()]
         found = [manifest for manifest in known if tag in (None, manifest["tag"])]
-        if found and (of := found[0]["model"]) != wanted["model"]:
-            raise CheckpointError(f"{found[0]['tag']!r} is of another model ({of}, not {wanted['model']})")
-        if found and (kind := found[0]["optimizer"]) != wanted["optimizer"]:
-            raise CheckpointError(
-                f"{found[0]['tag']!r} holds the state of {kind}, not of {wanted['optimizer']}: {self._otherwise}"
-            )
         return {(manifest["number"], manifest["checksum"]): manifest for manifest in found}
+
+    def _check_kind(self, manifest: dict[str, Any], wanted: dict[str, Any]) -> None:
+        if (of := manifest["model"]) != wanted["model"]:
+            raise CheckpointError(f"{manifest['tag']!r} is of another model ({of}, not {wanted['model']})")
+        if (kind := manifest["optimizer"]) != wanted["optimizer"]:
+            raise CheckpointError(
+                f"{manifest['tag']!r} holds the state of {kind}, not of {wanted['optimizer']}: {self._otherwise}"
+            )
 
     def _lacks(self, needed: list[str], manifest: dict[str, Any]) -> str | None:
         """Say why this rank cannot read the checkpoint, other than damage; None: it can."""
@@ -312,6 +315,14 @@ def bring_back(folder: Path) -> None:
                 replaced.rename(final)
 
 
+def named_well(manifest: dict[str, Any]) -> bool:
+    """Whether it names files of one folder of checkpoints only: a checksum does not say who wrote it."""
+    files = manifest.get("files")
+    names = [manifest.get("tag"), *files] if isinstance(files, dict) else [None]
+    plain = (isinstance(name, str) and Path(name).name == name and Path(name).suffix != ".tmp" for name in names)
+    return all(plain) and not {"", ".."} & {*names} and isinstance(manifest.get("number"), int)
+
+
 def places(folder: Path) -> list[Path]:
     """List the folders of checkpoints, whole or damaged."""
     return [path.parent for path in folder.glob(f"*/{_MANIFEST}") if path.parent.suffix != ".tmp"]
@@ -327,6 +338,7 @@ def manifests(folder: Path) -> list[tuple[dict[str, Any], Path]]:
     for place in places(folder):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             manifest = json.loads((place / _MANIFEST).read_text())
-            if manifest["checksum"] == _checksum(manifest) and manifest["format"] == FORMAT:
+            whole = manifest["checksum"] == _checksum(manifest) and manifest["format"] == FORMAT
+            if whole and named_well(manifest) and manifest["tag"] == place.name:
                 found.append((manifest, place))
     return sorted(found, key=lambda pair: pair[0]["number"], reverse=True)

@@ -140,7 +140,11 @@ class LiveRun:
         state, reason = judge(live.get(GLOBAL), words.get(GLOBAL), known, launcher_runs(self.folder))
         if state is RunState.UNREACHABLE and live:
             reason = f"the global server at {self.servers[GLOBAL]} does not answer, but {', '.join(live)}"
-        return RunStatus(state, reason, {**seen, **words, **live}, formed_here(self.folder), cordoned(self.folder))
+        try:
+            out_of_use = cordoned(self.folder)
+        except ConfigError as error:
+            out_of_use = {"a host": str(error)}
+        return RunStatus(state, reason, {**seen, **words, **live}, formed_here(self.folder), out_of_use)
 
     def steer(self, what: str, region: str = "") -> str:
         """Steer the run through the global server; returns its phase then. Raises Refused, Unreachable,
@@ -325,4 +329,5 @@ def picture(run: LiveRun, seen: RunStatus, left_s: float | None = None) -> Rende
     if seen.statuses:
         return Group(draw(title, run.cluster, seen.statuses, left_s), *map(Text, seen.host_lines))
     where = ", ".join(f"{site} at {address}" for site, address in run.servers.items())
-    return Text(f"{title}\nno server answers ({where}), and none has left its last status")
+    none = f"no server answers ({where}), and none has left its last status"
+    return Group(*map(Text, (title, none, *seen.host_lines)))

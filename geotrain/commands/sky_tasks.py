@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,13 +13,22 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from geotrain.common.names import GLOBAL
-from geotrain.config import Address, ClusterConfig, ConfigError, HostConfig, RegionConfig, RunConfig, WorkerConfig
+from geotrain.config import (
+    Address,
+    ClusterConfig,
+    ConfigError,
+    HostConfig,
+    RegionConfig,
+    RunConfig,
+    WorkerConfig,
+    parse,
+)
 from geotrain.config.block import with_paths
 from geotrain.config.cluster import SecurityConfig
-from geotrain.plan.offers import Offer, region_name
+from geotrain.plan.offers import LONGEST, Offer, region_name
 
 SHAPE = re.compile(
-    r"(?P<cloud>[a-z]\w*):((?P<nodes>\d+)(?P<by>[x*]))?(?P<slots>\d+)x(?P<kind>[a-z][\w-]*)(@(?P<place>[\w./-]+))?",
+    r"(?P<cloud>[a-z]\w*):((?P<nodes>\d{1,3})(?P<by>[x*]))?(?P<slots>\d{1,3})x(?P<kind>[a-z][\w-]*)(@(?P<place>[\w./-]+))?",
     re.I,
 )
 FORM = (
@@ -59,8 +69,9 @@ class Machines:
 
     @property
     def region(self) -> str:
-        """Name of the region in the cluster file."""
-        return region_name(self.cloud, self.place) + ("" if self.number is None else f"-{self.number}")
+        """Name of the region in the cluster file. With "-w9" behind it, it is a worker's name."""
+        ending = "" if self.number is None else f"-{self.number}"
+        return region_name(self.cloud, self.place)[: LONGEST - len(ending)].strip("-") + ending
 
     @property
     def infra(self) -> str:
@@ -110,7 +121,7 @@ def machines_of(said: str, spot: bool = False) -> tuple[Machines, ...]:
         each = Machines(cloud, kind, match["place"] or "", 1 if apart else hosts, int(match["slots"]), spot)
         found += [replace(each, number=n) for n in range(hosts)] if apart else [each]
     names = [each.region for each in found]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if twice := sorted(name for name, times in Counter(names).items() if times > 1):
         raise ConfigError(f"--gpu names {', '.join(twice)} twice; a region is one entry: HOSTSx says how many hosts")
     return tuple(found)
 
@@ -138,7 +149,7 @@ def machines_of_plan(cluster: ClusterConfig, offered: Mapping[str, Offer] | None
 
 def cluster_of(run: RunConfig, machines: tuple[Machines, ...], planned: ClusterConfig | None = None) -> ClusterConfig:
     """Make the run's cluster file. `launch --at` puts the hosts in, which are known only on them. planned: its
-    workers, devices and numbers of shards are kept."""
+    workers, devices and numbers of shards are kept. Raises ConfigError, as of names that are taken."""
     ports = count(PORT)
 
     def address() -> Address:
@@ -168,14 +179,15 @@ def cluster_of(run: RunConfig, machines: tuple[Machines, ...], planned: ClusterC
             name=each.region, server=server, shards=tuple(address() for _ in shards), workers=tuple(workers)
         )
 
-    return ClusterConfig(
-        name=run.name,
-        global_server=address(),
-        global_shards=tuple(address() for _ in (planned.global_shards if planned else ())),
-        regions=tuple(map(made, machines)),
-        devices=planned.devices if planned else {},
-        security=SecurityConfig(folder="certs"),
-    )
+    blocks: dict[str, Any] = {
+        "global_server": address(),
+        "global_shards": tuple(address() for _ in (planned.global_shards if planned else ())),
+        "regions": tuple(map(made, machines)),
+        "devices": planned.devices if planned else {},
+        "security": SecurityConfig(folder="certs"),
+    }
+    content = ClusterConfig.model_construct(name=run.name, **blocks).model_dump(by_alias=True, mode="json")
+    return parse(ClusterConfig, content, f"the cluster of {len(machines)} regions on machines of clouds")
 
 
 def shipped(run: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -26,6 +26,7 @@ def _exact(number: int) -> int:
 
 
 PositiveInt = Annotated[int, Field(ge=1), AfterValidator(_exact)]
+NonNegativeInt = Annotated[int, Field(ge=0), AfterValidator(_exact)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]

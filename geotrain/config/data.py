@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from geotrain.config.block import Block, PositiveFloat, PositiveInt
+from geotrain.config.block import Block, NonNegativeInt, PositiveFloat, PositiveInt
 
 MOST_SETS = 1024
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, TypeAdapter, WrapSerializer, WrapValidator, model_validator
 
-from geotrain.config.block import Block, Fraction, PositiveFloat, PositiveInt
+from geotrain.config.block import Block, Fraction, NonNegativeInt, PositiveFloat, PositiveInt
 from geotrain.config.plugins import AsyncConfig, PluggedCodec, PluggedRule, or_plugged, serialize
 
 
@@ -146,7 +146,7 @@ class FragmentConfig(Block):
 class OverlapConfig(Block):
     """Training while an answer travels, and how the answer is then adopted."""
 
-    steps: Annotated[int, Field(ge=0)] = Field(0, description="τ: inner steps until adoption; 0 waits at once.")
+    steps: NonNegativeInt = Field(0, description="τ: inner steps until adoption; 0 waits at once.")
     late: Literal["wait", "continue"] = Field(
         "wait", description="An answer that is not there after τ steps: wait for it, or train on until it is."
     )
@@ -188,7 +188,7 @@ class OuterConfig(Block):
     levels: Literal[1, 2] = Field(2, description="2: workers → region server → global server; 1: workers → global.")
     local_steps: int = Field(8, ge=1, le=100_000, description="H: inner steps between deltas, at speed 1.")
     scale_local_steps: bool = Field(False, description="DyLU: slower workers take fewer steps, H·speed.")
-    lease_reserve: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+    lease_reserve: NonNegativeInt | Literal["auto"] = Field(
         "auto",
         description="Jobs of a worker whose data a region keeps for a cut; auto: a minute's, at most 1/50 of all.",
     )
@@ -202,7 +202,7 @@ class OuterConfig(Block):
     fragments: FragmentConfig = FragmentConfig()
     overlap: OverlapConfig = OverlapConfig()
     limits: LimitsConfig = LimitsConfig()
-    rollbacks_per_hour: Annotated[int, Field(ge=0)] = Field(
+    rollbacks_per_hour: NonNegativeInt = Field(
         0, description="At loss spikes the launcher takes the run back so often, then pauses it; 0: does nothing."
     )
     state_device: Literal["auto", "device", "host"] = Field(

@@ -91,6 +91,7 @@ def tasks(run_file: Path, said: str, wanted: Wanted | None = None, ends_s: int |
         ("8xh100", "write CLOUD:[HOSTSx]COUNTxKIND[@REGION]"),
         ("aws:h100", "--gpu 'aws:h100': write CLOUD:"),
         ("aws:0xh100@x", "write CLOUD:"),
+        ("aws:1000*8xh100@x", "write CLOUD:"),
         ("aws:8xh100@x,aws:4xa100@x", "names aws-x twice; a region is one entry"),
         ("slurm:8xh100@x", "slurm has no spot machines; leave --spot out"),
     ],
@@ -296,10 +297,18 @@ def test_a_budget_alone_gets_machines(run_file: Path, sky: Path, capsys: pytest.
     assert 0 < told.data["usd_per_hour"] < 400
 
 
-@pytest.mark.parametrize("said", ["aws:2x8xh100@a,gcp:2x8xa100@b", "aws:2*8xh100@a,aws:8xh100@a"])
+@pytest.mark.parametrize(
+    "said",
+    ["aws:2x8xh100@a,gcp:2x8xa100@b", "aws:2*8xh100@a,aws:8xh100@a", "gcp:2*8xh100@northamerica-northeast1-a"],
+)
 def test_several_regions_have_hosts_of_their_own(run_file: Path, said: str) -> None:
     cluster = cluster_of(load_run(run_file), machines_of(said))
     assert not list(misfits(load_run(run_file), cluster))
+
+
+def test_a_name_that_is_taken_is_told(run_file: Path) -> None:
+    with pytest.raises(ConfigError, match="no region or worker may be called 'global'"):
+        cluster_of(load_run(run_file), machines_of("global:8xh100"))
 
 
 def test_a_machine_that_is_a_region_of_its_own_is_brought_back_alone(run_file: Path) -> None:

@@ -32,6 +32,7 @@ def told(outer: dict[str, Any]) -> list[str]:
         ({"rule": {**HALOS, "legder": True}}, "rule.legder: unknown key; did you mean 'ledger'?"),
         ({"rule": {**SYNC, "lr": -1.0}}, "rule.lr = -1.0: Input should be greater than 0"),
         ({"fragments": {"pieces": 1 << 54}}, f"fragments.pieces = {1 << 54}: must be at most 9,007,199,254,740,992"),
+        ({"rollbacks_per_hour": 1 << 63}, f"rollbacks_per_hour = {1 << 63}: must be at most 9,007,199,254,740,992"),
         ({"local_steps": 10**6}, "local_steps = 1000000: Input should be less than or equal to 100000"),
         ({"rule": {**SYNC, "lr": float("inf")}}, "rule.lr = Infinity: Input should be a finite number"),
         (

@@ -150,6 +150,25 @@ def test_a_cordoned_host_is_left_at_a_jobs_end_and_at_a_launch(tmp_path: Path) -
     assert "stays as it is" in again.events[-1].what
 
 
+def test_where_nobody_knows_who_is_cordoned_what_was_known_stays(tmp_path: Path) -> None:
+    site = Site(tmp_path, *HOSTS[:2])
+    forming = site.worker()
+    cordon(tmp_path, "a", "a fan is loud")
+    assert asked_to_end(forming) and started_again(forming) == ["b"]
+    (tmp_path / "cordoned.json").write_text('{"a": "a fan')
+    forming.events.clear()
+    for _ in range(2):
+        assert not asked_to_end(forming)
+    (said,) = forming.events
+    assert isinstance(said, Trouble) and "nobody knows which hosts are out of use" in said.what
+    assert started_again(forming) == ["b"]
+    for refused in (site.worker, lambda: cordon(tmp_path, "b", "x"), lambda: cordon(tmp_path, "b", None)):
+        with pytest.raises(ConfigError, match=r"cordoned\.json: cannot be read, so that nobody knows"):
+            refused()
+    with pytest.raises(ConfigError, match="nobody knows"):
+        without_cordoned(site.run, site.cluster, tmp_path)
+
+
 def test_a_host_with_a_broken_device_is_cordoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site, said = Site(tmp_path, *HOSTS[:2]), tmp_path / "logs/eu-0.1.log"
     said.parent.mkdir()

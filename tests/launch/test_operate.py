@@ -71,6 +71,8 @@ def test_a_run_whose_servers_die_one_after_another(tmp_path: Path) -> None:
                 console.print(picture(run, seen))
             return shown.get()
 
+        unseen = RunStatus(RunState.UNREACHABLE, "", {}, {}, {"gpu1": "a fan is loud"})
+        assert "gpu1 is cordoned: a fan is loud" in said(unseen)
         told("running; 8.3% committed", "eu waits for b: its processes to join")
         assert say("expel", tmp_path, "b").text == "b: expelled; its leases go to others"
         told(r"eu waits for b: the end of its quarantine, or `geotrain unban` \(the operator expelled it\)")

@@ -87,6 +87,22 @@ def losing_disks(place: str, url: str | None, environment: dict[str, str]) -> di
     return seen
 
 
+def test_what_is_elsewhere_is_held_to_the_same_and_names_no_other_folder(tmp_path: Path) -> None:
+    from geotrain.checkpoint.folders import CheckpointError, CheckpointFolder, named_well
+
+    ranks: Any = SimpleNamespace(together=lambda action, place: [action()], rank=0, world_size=1)
+    files = CheckpointFolder(ranks, tmp_path, 2, "", "")
+    kind = {"model": "m", "optimizer": "AdamW"}
+    manifest: dict[str, Any] = {**kind, "tag": "job-9", "number": 9, "checksum": 1, "files": {"rank-0.x": [0, 0]}}
+    for other in ("model", "optimizer"):
+        files.elsewhere = lambda other=other: [{**manifest, other: "another"}]  # type: ignore[misc]
+        with pytest.raises(CheckpointError, match="'job-9' "):
+            files.newest({**kind, "layout": {}})
+    assert named_well(manifest)
+    for changed in ({"tag": ""}, {"tag": ".."}, {"tag": "job-9.tmp"}, {"files": {"../x": [0, 0]}}, {"number": "9"}):
+        assert not named_well({**manifest, **changed})
+
+
 @pytest.mark.slow
 def test_what_a_host_loses_comes_back_from_another(tmp_path: Path) -> None:
     for seen in run_world(2, losing_disks, str(tmp_path), None, {}):
@@ -137,7 +153,7 @@ def test_copies_go_by_the_time_are_not_held_up_by_one_that_cannot_begin_and_name
     assert isinstance(uploaded, SnapshotUploaded) and uploaded.number == 2
     for number, (tag, name) in enumerate((("../out", "rank"), ("in", "../out"), ("good", "rank"))):
         (place := tmp_path / f"{number:08d}-ab").mkdir()
-        copies.write_meta(place, {}, {"manifest": {"tag": tag, "files": {name: []}}})
+        copies.write_meta(place, {}, {"manifest": {"tag": tag, "files": {name: []}, "number": 1}})
         copies.stored(run, "w").upload(place, place.name)
     assert {each["tag"] for each in made.elsewhere()} == {"good", "second"}
 
