@@ -43,7 +43,7 @@ UNIT = units_by_ending({"_s": "s", "_bytes": "bytes"})
 
 
 def main() -> None:
-    quick = {"ranks": [2], "ratios": [1.0], "rounds": 1, "steps": 1, "ways": [ZERO, "exact", DEFAULT], "step_s": 0.6}
+    quick = {"ranks": [2], "ratios": [1.0], "rounds": 1, "steps": 1, "ways": [ZERO, "exact", DEFAULT], "step_s": 2.0}
     parser = command_line(__doc__, quick=quick)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument(
