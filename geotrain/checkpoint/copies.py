@@ -32,8 +32,8 @@ from geotrain.checkpoint.folders import (
     CheckpointError,
     CheckpointFolder,
     finish,
+    known,
     manifests,
-    named_well,
     prepare,
     sealed,
 )
@@ -131,7 +131,7 @@ class CheckpointCopies:
                 if not manifests(self.files.folder):
                     raise
                 self._write_event(Trouble(str(error)))
-        return [each for each in found if named_well(each)]
+        return [each for each in found if known(each)]
 
     def bring(self, manifest: dict[str, Any], needed: list[str]) -> None:
         """Bring files of a checkpoint that are not here, each to the hosts that need it; says in the folder's faults

@@ -227,17 +227,16 @@ class CheckpointFolder:
 
     def _found(self, wanted: dict[str, Any], tag: str | None) -> dict[tuple[int, int], dict[str, Any]]:
         """Find the manifests that this rank sees, by number and checksum."""
-        known = [*(manifest for manifest, _ in manifests(self.folder)), *self.elsewhere()]
-        found = [manifest for manifest in known if tag in (None, manifest["tag"])]
+        every = [*(manifest for manifest, _ in manifests(self.folder)), *self.elsewhere()]
+        found = [manifest for manifest in every if tag in (None, manifest["tag"])]
         return {(manifest["number"], manifest["checksum"]): manifest for manifest in found}
 
     def _check_kind(self, manifest: dict[str, Any], wanted: dict[str, Any]) -> None:
         if (of := manifest["model"]) != wanted["model"]:
             raise CheckpointError(f"{manifest['tag']!r} is of another model ({of}, not {wanted['model']})")
         if (kind := manifest["optimizer"]) != wanted["optimizer"]:
-            raise CheckpointError(
-                f"{manifest['tag']!r} holds the state of {kind}, not of {wanted['optimizer']}: {self._otherwise}"
-            )
+            held = f"{manifest['tag']!r} holds the state of {kind}, not of {wanted['optimizer']}"
+            raise CheckpointError(f"{held}: {self._otherwise}")
 
     def _lacks(self, needed: list[str], manifest: dict[str, Any]) -> str | None:
         """Say why this rank cannot read the checkpoint, other than damage; None: it can."""
@@ -315,12 +314,12 @@ def bring_back(folder: Path) -> None:
                 replaced.rename(final)
 
 
-def named_well(manifest: dict[str, Any]) -> bool:
-    """Whether it names files of one folder of checkpoints only: a checksum does not say who wrote it."""
-    files = manifest.get("files")
-    names = [manifest.get("tag"), *files] if isinstance(files, dict) else [None]
+def known(manifest: dict[str, Any]) -> bool:
+    """Whether it is of this format, and names files of one folder only: a checksum does not say who wrote it."""
+    names = [manifest.get("tag"), *files] if isinstance(files := manifest.get("files"), dict) else [None]
     plain = (isinstance(name, str) and Path(name).name == name and Path(name).suffix != ".tmp" for name in names)
-    return all(plain) and not {"", ".."} & {*names} and isinstance(manifest.get("number"), int)
+    of_kind = manifest.get("format") == FORMAT and isinstance(manifest.get("number"), int)
+    return of_kind and all(plain) and not {"", ".."} & {*names}
 
 
 def places(folder: Path) -> list[Path]:
@@ -338,7 +337,6 @@ def manifests(folder: Path) -> list[tuple[dict[str, Any], Path]]:
     for place in places(folder):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             manifest = json.loads((place / _MANIFEST).read_text())
-            whole = manifest["checksum"] == _checksum(manifest) and manifest["format"] == FORMAT
-            if whole and named_well(manifest) and manifest["tag"] == place.name:
+            if manifest["checksum"] == _checksum(manifest) and known(manifest) and manifest["tag"] == place.name:
                 found.append((manifest, place))
     return sorted(found, key=lambda pair: pair[0]["number"], reverse=True)

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from geotrain.common.files import write_whole
 from geotrain.config import ClusterConfig, RunConfig, json_schema
 
+EXACT = 1 << 53  # all integers end there, which need not be said
 INTRODUCTION = """# Configuration
 
 Two JSON files: the *run* says what to train, the *cluster* where. An unknown key is an error that names it and the
@@ -93,7 +94,7 @@ def _types(field: dict[str, Any]) -> Iterator[str]:
 
 def _bounds(field: dict[str, Any]) -> str:
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {field[name]:g}" for name, sign in signs.items() if name in field]
+    bounds = [f"{sign} {field[name]:g}" for name, sign in signs.items() if field.get(name, EXACT) < EXACT]
     if "pattern" in field:
         bounds.append(f"like `{field['pattern']}`")
     return f" {', '.join(bounds)}" if bounds else ""

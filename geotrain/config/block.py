@@ -16,17 +16,9 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-MOST = 1 << 53  # integers up to it are the same to all readers of JSON
-
-
-def _exact(number: int) -> int:
-    if number > MOST:
-        raise ValueError(f"must be at most {MOST:,}")
-    return number
-
-
-PositiveInt = Annotated[int, Field(ge=1), AfterValidator(_exact)]
-NonNegativeInt = Annotated[int, Field(ge=0), AfterValidator(_exact)]
+# Integers up to 2^53 are the same to all readers of JSON.
+PositiveInt = Annotated[int, Field(ge=1, le=1 << 53)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=1 << 53)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]

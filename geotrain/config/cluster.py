@@ -15,7 +15,6 @@ from geotrain.config.block import (
     ConfigError,
     EnvironmentKey,
     Name,
-    NonNegativeInt,
     Port,
     PositiveFloat,
     PositiveInt,
@@ -211,7 +210,7 @@ class RestartConfig(Block):
     doubles with each death in a row. A configuration error is never tried again.
     """
 
-    limit: NonNegativeInt = Field(10, description="Restarts of one process within the window; 0: none.")
+    limit: Annotated[int, Field(ge=0)] = Field(10, description="Restarts of one process within the window; 0: none.")
     window_s: PositiveFloat = 3600.0
     first_s: PositiveFloat = Field(1.0, description="The pause after the first death in a row.")
     longest_s: PositiveFloat = Field(60.0, description="The longest pause before a restart.")

@@ -16,7 +16,6 @@ from geotrain.config.block import (
     ConfigError,
     Fraction,
     Name,
-    NonNegativeInt,
     Port,
     PositiveFloat,
     PositiveInt,
@@ -158,7 +157,7 @@ class AccoConfig(Block):
     form: Literal["delayed", "exact"] = Field(
         "delayed", description="Whole steps computed one step late, corrected; or as published."
     )
-    synchronous_steps: NonNegativeInt = Field(
+    synchronous_steps: Annotated[int, Field(ge=0)] = Field(
         200, description="Steps that hide nothing: at the start, and after a restart without the optimizer's state."
     )
     timeout_s: PositiveFloat = Field(600.0, description="Longest wait of a rank for the others in each collective.")
@@ -255,7 +254,7 @@ class RunConfig(Block):
         description="Folder of the run; default: runs/<name> in the launch's working directory, with "
         "data.samples_per_step beside this file.",
     )
-    seed: NonNegativeInt = 1234
+    seed: int = Field(1234, ge=0, le=1 << 53)
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()

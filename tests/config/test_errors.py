@@ -11,6 +11,7 @@ import pytest
 from geotrain.config import ClusterConfig, ConfigError, OuterConfig, load_cluster, load_run, parse
 
 SYNC, HALOS = {"name": "sync"}, {"name": "halos"}
+MOST = "Input should be less than or equal to 9007199254740992"
 
 
 def told(outer: dict[str, Any]) -> list[str]:
@@ -31,8 +32,8 @@ def told(outer: dict[str, Any]) -> list[str]:
         ({"rule": {"lr": 1.0}}, 'rule.name: this key is required; known: sync, halos, region_momentum'),
         ({"rule": {**HALOS, "legder": True}}, "rule.legder: unknown key; did you mean 'ledger'?"),
         ({"rule": {**SYNC, "lr": -1.0}}, "rule.lr = -1.0: Input should be greater than 0"),
-        ({"fragments": {"pieces": 1 << 54}}, f"fragments.pieces = {1 << 54}: must be at most 9,007,199,254,740,992"),
-        ({"rollbacks_per_hour": 1 << 63}, f"rollbacks_per_hour = {1 << 63}: must be at most 9,007,199,254,740,992"),
+        ({"fragments": {"pieces": 1 << 63}}, f"fragments.pieces = {1 << 63}: {MOST}"),
+        ({"rollbacks_per_hour": 1 << 63}, f"rollbacks_per_hour = {1 << 63}: {MOST}"),
         ({"local_steps": 10**6}, "local_steps = 1000000: Input should be less than or equal to 100000"),
         ({"rule": {**SYNC, "lr": float("inf")}}, "rule.lr = Infinity: Input should be a finite number"),
         (

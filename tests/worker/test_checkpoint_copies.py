@@ -88,19 +88,21 @@ def losing_disks(place: str, url: str | None, environment: dict[str, str]) -> di
 
 
 def test_what_is_elsewhere_is_held_to_the_same_and_names_no_other_folder(tmp_path: Path) -> None:
-    from geotrain.checkpoint.folders import CheckpointError, CheckpointFolder, named_well
+    from geotrain.checkpoint.folders import FORMAT, CheckpointError, CheckpointFolder, known
 
     ranks: Any = SimpleNamespace(together=lambda action, place: [action()], rank=0, world_size=1)
     files = CheckpointFolder(ranks, tmp_path, 2, "", "")
     kind = {"model": "m", "optimizer": "AdamW"}
-    manifest: dict[str, Any] = {**kind, "tag": "job-9", "number": 9, "checksum": 1, "files": {"rank-0.x": [0, 0]}}
+    manifest: dict[str, Any] = {**kind, "tag": "job-9", "number": 9, "checksum": 1, "format": FORMAT}
+    manifest["files"] = {"rank-0.x": [0, 0]}
     for other in ("model", "optimizer"):
         files.elsewhere = lambda other=other: [{**manifest, other: "another"}]  # type: ignore[misc]
         with pytest.raises(CheckpointError, match="'job-9' "):
             files.newest({**kind, "layout": {}})
-    assert named_well(manifest)
-    for changed in ({"tag": ""}, {"tag": ".."}, {"tag": "job-9.tmp"}, {"files": {"../x": [0, 0]}}, {"number": "9"}):
-        assert not named_well({**manifest, **changed})
+    assert known(manifest)
+    changes: list[dict[str, Any]] = [{"files": {"../x": [0, 0]}}, {"files": []}, {"number": "9"}, {"format": 0}]
+    for changed in (*changes, *({"tag": tag} for tag in ("", "..", "job-9.tmp", 5))):
+        assert not known({**manifest, **changed})
 
 
 @pytest.mark.slow
@@ -153,7 +155,9 @@ def test_copies_go_by_the_time_are_not_held_up_by_one_that_cannot_begin_and_name
     assert isinstance(uploaded, SnapshotUploaded) and uploaded.number == 2
     for number, (tag, name) in enumerate((("../out", "rank"), ("in", "../out"), ("good", "rank"))):
         (place := tmp_path / f"{number:08d}-ab").mkdir()
-        copies.write_meta(place, {}, {"manifest": {"tag": tag, "files": {name: []}, "number": 1}})
+        copies.write_meta(
+            place, {}, {"manifest": {"tag": tag, "files": {name: []}, "number": 1, "format": folders.FORMAT}}
+        )
         copies.stored(run, "w").upload(place, place.name)
     assert {each["tag"] for each in made.elsewhere()} == {"good", "second"}
 
