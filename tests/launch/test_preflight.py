@@ -364,7 +364,7 @@ def test_a_worker_goes_on_only_from_a_checkpoint_of_which_every_file_is_whole(pl
     saved.mkdir(parents=True)
     for name in names:
         (saved / name).write_bytes(b"state")
-    manifest = {"format": FORMAT, "number": 1, "files": {name: [5, 0] for name in names}}
+    manifest = {"format": FORMAT, "number": 1, "tag": "job-9", "files": {name: [5, 0] for name in names}}
     (saved / "manifest.json").write_text(sealed(manifest))
     assert not lost()
     (saved / "rank-1").write_bytes(b"stat")
