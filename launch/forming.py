@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from geotrain.common.files import OutputError, read_object, write_whole
 from geotrain.config import ClusterConfig, ConfigError, HostConfig, RunConfig, WorkerConfig, WorkerSetup
 from geotrain.config.cluster import RegionConfig
@@ -57,7 +55,10 @@ class Found:
 def cordoned(folder: Path) -> dict[str, str]:
     """Read which hosts are not to be used, each with why. folder: the run's. Raises ConfigError: nobody knows."""
     try:
-        return TypeAdapter(dict[str, str]).validate_json((folder / CORDONED).read_text())
+        hosts: dict[str, str] = json.loads((folder / CORDONED).read_text())
+        if not isinstance(hosts, dict) or not all(isinstance(why, str) for why in hosts.values()):
+            raise ValueError("it is no object of texts")
+        return hosts
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -238,8 +239,10 @@ class Forming:
                             failed = json.loads(said)
                             why = f"device {failed['device']}: {failed['what']}"
                             host = places[failed["rank"]]
-                            self._cordoned = {**self._cordoned, host: why}  # whatever becomes of the file
-                            cordon(self.folder, host, why)
+                            try:
+                                cordon(self.folder, host, why)
+                            except ConfigError:  # the file is damaged; `_read_cordoned` reports it, and keeps this
+                                self._cordoned = {**self._cordoned, host: why}
                     self._read[log] = self._read.get(log, 0) + len(line)  # now: a full disk may have room later
 
     def _candidates(self, every: bool = False) -> list[HostConfig]:

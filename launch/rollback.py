@@ -69,8 +69,10 @@ def take_back(folder: Path) -> Path | None:
     first = folder.name.partition("-rollback-")[0]
     out = next(out for i in count(1) if not (out := folder.with_name(f"{first}-rollback-{i}")).exists())
     try:
-        roll_back(folder, int((folder / REQUEST).read_text()), out)
-    except ValueError:  # ConfigError is one
+        if not (number := (folder / REQUEST).read_text()).isdecimal():
+            raise ConfigError(f"{folder / REQUEST}: {number[:40]!r} is no snapshot's number")
+        roll_back(folder, int(number), out)
+    except ConfigError:
         (folder / REQUEST).unlink()  # else the run could not be launched again, either
         raise
     write_whole(out / MADE, json.dumps([*rollbacks(folder), time.time()]))

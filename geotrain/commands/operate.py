@@ -143,7 +143,7 @@ class LiveRun:
         try:
             out_of_use = cordoned(self.folder)
         except ConfigError as error:
-            out_of_use = {"a host": str(error)}
+            out_of_use = {"perhaps a host": str(error)}
         return RunStatus(state, reason, {**seen, **words, **live}, formed_here(self.folder), out_of_use)
 
     def steer(self, what: str, region: str = "") -> str:
