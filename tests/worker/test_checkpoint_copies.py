@@ -16,6 +16,7 @@ import pytest
 
 from geotrain.config import CheckpointConfig, ParallelConfig
 from geotrain.monitor.events import SnapshotUploaded, Trouble
+from geotrain.net.storage.owner import OtherOwnerError, Owner
 from geotrain.outer.events import Event
 from tests.support.checkpoints import keep_masters, load
 from tests.support.inner_worlds import QWEN_2, deepspeed_block, run_config, run_world, start, stop, train
@@ -144,6 +145,7 @@ def test_copies_go_by_the_time_are_not_held_up_by_one_that_cannot_begin_and_name
     run = run_config(QWEN_2, deepspeed_block(1)).model_copy(update={"checkpoint": settings})
     files = folders.CheckpointFolder(folders.RanksOfWorker(BUSY_S), tmp_path / "here", 2, "", "safetensors")
     made = copies.CheckpointCopies(files, run, "w", told.append)
+    files.origin = "this run"
     for tag, link, now_s, events in (("first", full, 0, 1), ("second", os.link, 61, 2), ("third", os.link, 120, 2)):
         monkeypatch.setattr(copies.os, "link", link)
         monkeypatch.setattr(copies, "time", SimpleNamespace(monotonic=lambda now_s=now_s: now_s))
@@ -153,6 +155,9 @@ def test_copies_go_by_the_time_are_not_held_up_by_one_that_cannot_begin_and_name
     trouble, uploaded = told
     assert isinstance(trouble, Trouble) and "not copied to object storage" in trouble.what
     assert isinstance(uploaded, SnapshotUploaded) and uploaded.number == 2
+    (kept,) = copies.stored(run, "w").whole()
+    with pytest.raises(OtherOwnerError, match="another run"):
+        Owner(run.name, "w", "another of its name").check(Owner.of(copies.stored(run, "w").meta(kept)), "far")
     for number, (tag, name) in enumerate((("../out", "rank"), ("in", "../out"), ("good", "rank"))):
         (place := tmp_path / f"{number:08d}-ab").mkdir()
         copies.write_meta(
