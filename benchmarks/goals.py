@@ -161,7 +161,7 @@ PARTS = (
         (
             Goal("lost_host_s", most=60, not_quick=HEALED),
             Goal("jobs_lost", most=1, timed=False, not_quick=HEALED),
-            Goal("overhead", most=0.003),
+            *(Goal(f"overhead_{of}", most=0.003) for of in ("verifying", "watching", "copies")),
             Goal("ettr", least=0.97, timed=False),
         ),
         minutes=3.5,

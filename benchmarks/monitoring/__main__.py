@@ -1,13 +1,11 @@
-"""Measure what watching a run costs it, and how fast the status page is.
+"""Measure what watching a run costs it.
 
-1. A worker (this process, the quickstart's model) trains jobs in two runs by turns, each with real servers: one run
-   with all monitoring on (events, status page asked every second as an open browser does, Prometheus metrics
-   scraped, TensorBoard of run and worker, samples), one with `monitor.enabled` = false. The other run's servers are
-   stopped meanwhile. The figure is the median, over pairs of jobs, of seconds without over seconds with.
-2. The page of 64 regions with hours of synthetic events, in a headless Chromium: until it is shown, and each refresh
-   while events keep coming.
+A worker (this process, the quickstart's model) trains jobs in two runs by turns, each with real servers: one run
+with all monitoring on (events, status page asked every second as an open browser does, Prometheus metrics scraped,
+TensorBoard of run and worker, samples), one with `monitor.enabled` = false. The other run's servers are stopped
+meanwhile. The figure is the median, over pairs of jobs, of seconds without over seconds with.
 
-    python -m benchmarks.monitoring [--pairs 24] [--regions 64] [--hours 12] [--record]
+    python -m benchmarks.monitoring [--pairs 24] [--record]
 """
 
 from __future__ import annotations
@@ -15,11 +13,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,16 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import command_line, report, units_by_ending
-from benchmarks.monitoring.chromium import Chromium
-from benchmarks.monitoring.synthetic import synthetic_events, synthetic_facts
 from benchmarks.overhead import RATIO, by_turns, figures, joined, only_rank, servers
 from benchmarks.processes import wait_for
 from geotrain.config import ClusterConfig, RunConfig
 from geotrain.launch.check import free_ports
 from geotrain.monitor.events import EventLog, JobTrained
-from geotrain.monitor.history import History
-from geotrain.monitor.http import HttpServer
-from geotrain.monitor.page import page_routes
 
 READER = """
 import itertools, json, sys, time, urllib.request
@@ -52,28 +43,17 @@ for turn in itertools.count():
             answer.read()
     time.sleep(1.0)
 """
-REFRESHES = 20
 started = partial(wait_for, within_s=300.0, failure=lambda: "the servers did not start")
 LINGER_S = 0.3  # stopped servers are given this long to catch up before a job is timed
 
 
 def main() -> None:
-    parser = command_line(__doc__, quick={"pairs": 1, "local_steps": 1, "regions": 4, "hours": 1.0})
+    parser = command_line(__doc__, quick={"pairs": 1, "local_steps": 1})
     parser.add_argument("--pairs", type=int, default=24, help="jobs timed with and without monitoring")
     parser.add_argument("--local-steps", type=int, default=8, help="H")
-    parser.add_argument("--regions", type=int, default=64)
-    parser.add_argument("--hours", type=float, default=12.0, help="of synthetic events")
     args = parser.parse_args()
-    result: dict[str, Any] = {"overhead": overhead(args.pairs, args.local_steps)}
-    result["page"] = page(args.regions, args.hours)
-    result = {f"overhead_{name}": result["overhead"][name] for name in ("ratio", "ratio_low", "ratio_high")} | result
-    units = {
-        "_ms": "ms",
-        "_bytes": "bytes",
-        **dict.fromkeys(("_with", "_without"), "tokens/s"),
-        **RATIO,
-        "_totals": "ratio",
-    }
+    result = {f"overhead_{name}": value for name, value in overhead(args.pairs, args.local_steps).items()}
+    units = {**dict.fromkeys(("_with", "_without"), "tokens/s"), **RATIO, "_totals": "ratio"}
     report("monitoring", result, args, units_by_ending(units, "count"))
 
 
@@ -167,61 +147,6 @@ def _measure(worlds: dict[bool, World], pairs: int) -> dict[str, float]:
             world.send(signal.SIGCONT)
     totals = round(sum(seconds[False][1:]) / sum(seconds[True][1:]), 4)
     return {**figures(seconds, run, pairs, "ratio"), "ratio_of_totals": totals}
-
-
-# ---------------------------------------------------------------------------------------------------- page
-
-
-def page(regions: int, hours: float) -> dict[str, float]:
-    """Times in Chromium, from the first request until everything is drawn, and from asking to drawn."""
-    facts = synthetic_facts(regions, hours)
-    history, now_s = History(facts, "benchmark"), time.time()
-    begin = time.perf_counter()
-    count = 0
-    for event in synthetic_events(facts, now_s, hours):
-        history.on(event)
-        count += 1
-    fed_s = time.perf_counter() - begin
-    full = json.dumps(history.state(now_s))
-    more = iter(list(synthetic_events(facts, now_s, 0.1, seed=1)))
-    enough = threading.Event()
-
-    def keep_coming() -> None:
-        for event in more:  # about as many a second as such a run writes
-            history.on(event)
-            if enough.wait(1.0 / regions):
-                return
-
-    server = HttpServer("127.0.0.1", 0, page_routes(history))
-    server.start()
-    feeding = threading.Thread(target=keep_coming, daemon=True)
-    feeding.start()
-    loads, refreshes = [], []
-    try:
-        with Chromium() as browser:
-            shown = "Number(document.documentElement.dataset.shownMs ?? 0)"
-            for _ in range(5):
-                browser.open("about:blank")
-                browser.open(server.url)
-                loads.append(browser.wait_for(shown))
-            for number in range(2, 2 + REFRESHES):
-                browser.wait_for(f"Number(document.documentElement.dataset.refreshes) >= {number}")
-                refreshes.append(float(browser.evaluate("document.documentElement.dataset.refreshMs")))
-            if browser.complaints:
-                raise RuntimeError(f"the page complains: {browser.complaints}")
-    finally:
-        enough.set()
-        server.stop()
-    return {
-        "regions": regions,
-        "events": count,
-        "first_load_ms": round(loads[0], 1),
-        "load_ms": round(statistics.median(loads), 1),
-        "refresh_ms": round(statistics.median(refreshes), 1),
-        "refresh_worst_ms": round(max(refreshes), 1),
-        "full_state_bytes": len(full),
-        "event_us": round(1e6 * fed_s / count, 1),
-    }
 
 
 if __name__ == "__main__":

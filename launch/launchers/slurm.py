@@ -27,7 +27,9 @@ class Slurm(WorldLauncher):
         slots = {host.host: host.slots for host in worker.hosts}
         if len(set(slots.values())) > 1:
             raise ConfigError(f"worker {worker.name!r}: slurm needs the same slots on every host, not {slots}")
-        arguments = f"{_nodes(list(slots), worker.hosts[0].slots)} {worker.launcher_args}".strip()
+        # else srun waits for tasks on a node that is lost until Slurm gives it up, by default after five minutes
+        nodes = f"{_nodes(list(slots), worker.hosts[0].slots)} --kill-on-bad-exit=1"
+        arguments = f"{nodes} {worker.launcher_args}".strip()
         return super().commands(place, region, worker.model_copy(update={"launcher_args": arguments}))
 
     def hand_on(

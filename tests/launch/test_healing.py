@@ -3,18 +3,21 @@ sshd, whose hosts are this machine by several names."""
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from geotrain.checkpoint.folders import manifests
-from tests.support.healing import BUSY_S, ENOUGH, HOSTS, Launched, geotrain, hosts_by_ssh
-from tests.support.small_runs import BATCH, status
+from tests.support.healing import BUSY_S, ENOUGH, ENV, EXPERTS, HOSTS, Launched, geotrain, hosts_by_ssh
+from tests.support.process_trees import new_mark
+from tests.support.slurm import slurm
+from tests.support.small_runs import BATCH, prepare_text, status
 
 
 @pytest.fixture
@@ -86,14 +89,11 @@ def test_hosts_are_cordoned_and_freeze_while_the_global_server_is_away(tmp_path:
     run.is_whole(ssh)
 
 
-def with_code(run: Launched, code: str, **worker: Any) -> None:
-    """Let the worker's ranks run that code as they start. worker: laid over it in the cluster file."""
+def with_code(run: Launched, code: str) -> None:
+    """Let the worker's ranks run that code as they start."""
     (run.folder / "code").mkdir()
     (run.folder / "code/sitecustomize.py").write_text(code)
-    cluster = json.loads(run.files[1].read_text())
-    first = cluster["regions"][0]["workers"][0]
-    first |= {"env": {**first["env"], "PYTHONPATH": str(run.folder / "code")}, **worker}
-    run.files[1].write_text(json.dumps(cluster))
+    run.worker(env={**ENV, "PYTHONPATH": str(run.folder / "code")})
 
 
 STANDS = """
@@ -119,7 +119,8 @@ if os.environ.get("RANK") == "3":
 def test_a_host_is_lost_while_its_checkpoint_is_copied(tmp_path: Path, free_port: int) -> None:
     """Of a pipeline: the other host has half of the layers' state of that checkpoint, and all of the one before."""
     run = Launched(tmp_path, ENOUGH, {"rule": {"name": "halos"}}, HOSTS, checkpoint={"every_jobs": 1})
-    with_code(run, STANDS.format(stands=tmp_path / "stands"), parallel={"pipeline": 2})
+    with_code(run, STANDS.format(stands=tmp_path / "stands"))
+    run.worker(parallel={"pipeline": 2})
     with hosts_by_ssh(tmp_path, free_port, tmp_path / "run/checkpoints") as ssh, run.running():
         run.happens((tmp_path / "stands").exists)
         run.lose(HOSTS[1])
@@ -130,6 +131,31 @@ def test_a_host_is_lost_while_its_checkpoint_is_copied(tmp_path: Path, free_port
         run.trains_on()
         run.stops()
         run.is_whole(ssh)
+    assert "without its saved state" not in run.said
+
+
+@pytest.mark.long("launch")
+@pytest.mark.slow
+@pytest.mark.root
+def test_a_node_of_slurm_is_lost_and_comes_back(tmp_path: Path) -> None:
+    """Of a worker with experts, whose srun makes jobs of its own."""
+    prepare_text(tmp_path)
+    run = Launched(
+        tmp_path, ENOUGH, {"rule": {"name": "halos"}}, HOSTS, checkpoint={"every_jobs": 1}, model={"config": EXPERTS}
+    )
+    run.worker(launcher="slurm", parallel={"expert": 2})
+    mark = new_mark()
+    with slurm(tmp_path / "slurm", *HOSTS) as nodes, mock.patch.dict(os.environ, nodes.env | mark), run.running():
+        run.happens(lambda: run.jobs() > 2)
+        nodes.lose(HOSTS[1])
+        run.happens(lambda: len(run.events("WorkerFormed")) == 1)
+        run.trains_on()
+        nodes.start(HOSTS[1])
+        run.happens(lambda: len(run.events("WorkerFormed")) == 2)
+        run.trains_on()
+        run.stops()
+        run.is_whole(mark)
+    assert [event["hosts"] for event in run.events("WorkerFormed")] == [[HOSTS[0]], [*HOSTS]]
     assert "without its saved state" not in run.said
 
 

@@ -50,9 +50,9 @@ def test_a_job_that_is_told_to_end_queues_again_and_goes_on(tmp_path: Path) -> N
         events = tmp_path / "run/servers/eu/events.jsonl"
         return events.read_text().count('"UpdateApplied"') if events.exists() else 0
 
-    with slurm(tmp_path / "slurm") as env:
+    with slurm(tmp_path / "slurm") as running:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        env |= {**mark, "PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        env = {**running.env, **mark, "PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
         def said(*command: str) -> str:
             return subprocess.run(command, env=env, text=True, capture_output=True, check=True, timeout=60).stdout

@@ -19,12 +19,20 @@ import psutil
 from geotrain.launch.check import free_ports
 from geotrain.launch.guard import JOB
 from tests.support.process_trees import commands, marked, new_mark, until
-from tests.support.small_runs import BATCH, LOCAL_STEPS, losses, prepare_text, status, write_files
+from tests.support.small_runs import BATCH, LOCAL_STEPS, MODEL, losses, prepare_text, status, write_files
 from tests.support.sshd import sshd
 
 BUSY_S = 300.0
 ENOUGH = 1_000_000  # samples: no machine trains them before the run is stopped
 HOSTS = ("127.0.0.1", "127.0.0.2")
+ENV = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+EXPERTS = {
+    **MODEL,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 
 
 class Launched:
@@ -39,7 +47,7 @@ class Launched:
             "launcher": "ssh",
             "master_port": master,
             "hosts": [{"host": host, "slots": 2} for host in hosts],
-            "env": {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            "env": ENV,
             "min_step_s": 0.2,
             "deepspeed": {"train_micro_batch_size_per_gpu": 1},
         }
@@ -47,6 +55,12 @@ class Launched:
         cluster = json.loads(self.files[1].read_text())
         cluster["regions"][0]["server"] = {"host": "127.0.0.9", "port": server}
         cluster["restart"] = {"first_s": 0.05, "host_back_s": 1.0}
+        self.files[1].write_text(json.dumps(cluster))
+
+    def worker(self, **keys: Any) -> None:
+        """Lay these keys over the worker in the cluster file."""
+        cluster = json.loads(self.files[1].read_text())
+        cluster["regions"][0]["workers"][0] |= keys
         self.files[1].write_text(json.dumps(cluster))
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""A Slurm cluster of one node, of Debian's own daemons: munged, slurmctld, slurmd."""
+"""A Slurm cluster of Debian's own daemons: munged, slurmctld, and a slurmd for each node, which is a namespace."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import secrets
 import socket
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from geotrain.launch.check import free_ports
@@ -17,17 +17,17 @@ CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
-SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
+SlurmctldPort={port}
 SlurmdParameters=config_overrides
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.sock,cred_expire=3
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/%n.log
+SlurmdTimeout=10
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -38,49 +38,73 @@ SchedulerParameters=batch_sched_delay=1,sched_interval=1
 ReturnToService=2
 MpiDefault=none
 SwitchType=switch/none
-NodeName={host} NodeAddr=127.0.0.1 CPUs=8 State=UNKNOWN
 PartitionName=train Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-DAEMONS = (("munged.pid", "munged"), ("slurmctld.pid", "slurmctld"), ("slurmd.pid", "slurmd"))
+NODE = "NodeName={name} NodeHostname={name} NodeAddr=127.0.0.{number} Port={port} CPUs=8 State=UNKNOWN\n"
+OWN = socket.gethostname().partition(".")[0]
+
+
+MUNGE = {
+    "key-file": "munge.key",
+    "socket": "munge.sock",
+    "pid-file": "munge.pid",
+    "log-file": "munge.log",
+    "seed-file": "seed",
+}
+ISOLATED = ("unshare", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child", "sh", "-c")
+
+
+class Slurm:
+    """The cluster. env: the environment in which its programs find it."""
+
+    def __init__(self, folder: Path, nodes: Sequence[str]) -> None:
+        self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        self._running = dict[str, subprocess.Popen[bytes]]()
+        for name in ("state", *nodes):
+            (folder / name).mkdir()
+        (folder / "munge.key").write_bytes(secrets.token_bytes(1024))
+        (folder / "munge.key").chmod(0o400)
+        text, (port, *ports) = CONF, free_ports(1 + len(nodes))
+        for number, name in enumerate(nodes):
+            text += NODE.format(name=name, number=number + 1, port=ports[number])
+        (folder / "slurm.conf").write_text(text.format(host=OWN, folder=folder, port=port))
+
+    def begin(self, folder: Path, nodes: Sequence[str]) -> None:
+        # --force: the folders above are the test's, with rights that a real installation would not have
+        self._start(
+            "munged", "munged", "--foreground", "--force", *(f"--{n}={folder}/{of}" for n, of in MUNGE.items())
+        )
+        assert until((folder / "munge.sock").exists)
+        self._start("slurmctld", "slurmctld", "-D")
+        for node in nodes:
+            self.start(node)
+        assert until(lambda: self.said("sinfo", "-h", "-o", "%D %t") == f"{len(nodes)} idle\n")
+
+    def _start(self, name: str, *command: str) -> None:
+        self._running[name] = subprocess.Popen(command, env=self.env, stderr=subprocess.DEVNULL)
+
+    def start(self, node: str) -> None:
+        self._start(node, *ISOLATED, 'hostname "$0"; exec slurmd -D -N "$0"', node)
+
+    def said(self, *command: str) -> str:
+        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60).stdout
+
+    def lose(self, name: str) -> None:
+        """Kill all that a node has, or a daemon."""
+        process = self._running.pop(name)
+        process.kill()
+        process.wait()
+
+    def close(self) -> None:
+        self.said("scancel", "--user", "root")
+        for name in reversed([*self._running]):
+            self.lose(name)
 
 
 @contextmanager
-def slurm(folder: Path) -> Iterator[dict[str, str]]:
-    """The cluster during the block; gives the environment in which its programs find it."""
+def slurm(folder: Path, *nodes: str) -> Iterator[Slurm]:
+    """A cluster during the block. nodes: their names; this machine's by default."""
     folder.mkdir(mode=0o755)
-    for name in ("state", "spool"):
-        (folder / name).mkdir()
-    (folder / "munge.key").write_bytes(secrets.token_bytes(1024))
-    (folder / "munge.key").chmod(0o400)
-    conf = folder / "slurm.conf"
-    host = socket.gethostname().partition(".")[0]
-    conf.write_text(CONF.format(host=host, folder=folder, ports=free_ports(2)))
-    env = {**os.environ, "SLURM_CONF": str(conf)}
-    files = {
-        "key": "munge.key",
-        "socket": "munge.sock",
-        "pid": "munged.pid",
-        "log": "munged.log",
-        "seed": "munge.seed",
-    }
-    names = {"key": "key-file", "pid": "pid-file", "log": "log-file", "seed": "seed-file"}
-    munge = [f"--{names.get(what, what)}={folder / file}" for what, file in files.items()]
-    try:
-        # --force: the folders above are the test's, with rights that a real installation would not have
-        subprocess.run(["munged", "--force", *munge], check=True, capture_output=True, timeout=120)
-        for daemon in ("slurmctld", "slurmd"):
-            subprocess.run([daemon], env=env, check=True, capture_output=True, timeout=120)
-        assert until(lambda: b"idle" in subprocess.run(["sinfo", "-h"], env=env, capture_output=True).stdout)
-        yield env
-    finally:
-        subprocess.run(["scancel", "--user", "root"], env=env, capture_output=True, timeout=120)
-        for pid_file, _ in reversed(DAEMONS):
-            stop(folder / pid_file)
-
-
-def stop(pid_file: Path) -> None:
-    """End the daemon whose number the file holds, if it runs."""
-    if pid_file.exists():
-        pid = int(pid_file.read_text())
-        subprocess.run(["kill", str(pid)], capture_output=True)
-        assert until(lambda: not Path(f"/proc/{pid}").exists())
+    with closing(Slurm(folder, nodes := nodes or (OWN,))) as cluster:
+        cluster.begin(folder, nodes)
+        yield cluster

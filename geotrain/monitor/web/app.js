@@ -22,15 +22,10 @@ function put(id, content) {
 }
 
 async function ask() {
-  const begin_ms = performance.now();
   try {
     const answer = await fetch(`/state.json?since=${known.number}&epoch=${known.epoch}`, { signal: AbortSignal.timeout(DEADLINE_MS), cache: "no-store" });
     if (!answer.ok) throw new Error(String(answer.status));
     take(await answer.json());
-    const { dataset } = document.documentElement; // for who measures this page
-    dataset.refreshMs = (performance.now() - begin_ms).toFixed(1);
-    dataset.refreshes = Number(dataset.refreshes ?? 0) + 1;
-    dataset.shownMs ??= performance.now().toFixed(1);
   } catch {
     if (known.state) health(known.state, performance.now() - known.answered);
     else pill("bad", "the global server does not answer");
