@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import time
 from collections import Counter, deque
@@ -38,6 +39,7 @@ CORDONED = "cordoned.json"
 PROBE_S = 15.0  # for a host to answer, besides what it waits in a queue
 SOON_S = 120.0  # after its start: a host that ends its worker then, twice in a row, is lost
 ASK_AGAIN_S = 5.0  # between two requests to a worker that it ends its job
+FAILED_S = 5.0  # for a command to end once ranks have failed: more, and it waits for some on a host that is lost
 LONGEST_S = 3600.0  # until a lost host is asked again, however often it was lost
 Probe = Callable[[WorkerConfig, str], str]
 
@@ -130,6 +132,7 @@ class Forming:
         self._next_s = 0.0  # when anything is looked for again
         self._cordoned: dict[str, str] = {}
         self._unread = ""
+        self._failed_s = math.inf  # when a rank of the running worker was seen to have failed
         self._read: dict[Path, int] = {log: log.stat().st_size for log in self._logs() if log.exists()}
         (folder / formed_file(worker.name)).unlink(missing_ok=True)
         if (without := cordoned(folder)).keys() & {host.host for host in worker.hosts}:
@@ -141,10 +144,11 @@ class Forming:
 
     # -- called by the supervisor
 
-    def look(self) -> None:
-        """Look whether the running worker should be formed otherwise; asks it to end its job where it should."""
+    def look(self) -> bool:
+        """Look whether the running worker should be formed otherwise; asks it to end its job where it should. Returns
+        whether it must be stopped, since its command goes on without some of its ranks."""
         now = self._clock()
-        self._cordon_broken()
+        self._read_logs()
         if self._finding is not None:
             if self._finding.done():
                 self._judge(self._take_found())
@@ -161,12 +165,13 @@ class Forming:
             changed = before.keys() != self._cordoned.keys()
             if lacks and (changed or now >= self._next_s) and (new or mine & self._cordoned.keys()):
                 self._find([host.host for host in new])
+        return now > self._failed_s + FAILED_S
 
     def again(self, host: str = "", lived_s: float = SOON_S, why: str = "") -> None:
         """Begin to find out what the worker is to be formed of at its next start. host: the one on which it ended
         first; "": not known. lived_s: for how long it ran there."""
-        self._cordon_broken()
-        self.ending, self._found = False, None
+        self._read_logs()
+        self.ending, self._found, self._failed_s = False, None, math.inf
         self._first = [*self._first, host] if host and lived_s < SOON_S else []
         if len(self.formed.hosts) > 1 and self._first[-2:] == [host, host]:
             self._lose(host, why)
@@ -225,8 +230,9 @@ class Forming:
         names = (name, *(f"{name}.{number}" for number in range(len(self.configured.hosts))))
         return [self.folder / "logs" / f"{each}.log" for each in names]
 
-    def _cordon_broken(self) -> None:
-        """Cordon the hosts whose ranks have logged that their device is not fit to compute."""
+    def _read_logs(self) -> None:
+        """Cordon the hosts whose ranks have logged that their device is not fit to compute; note that ranks fail."""
+        mark = launcher_of(self.formed).rank_failed
         places = [host.host for host in self.formed.hosts for _ in range(host.slots)]  # by rank
         for log in self._logs():
             with contextlib.suppress(OSError), log.open("rb") as file:
@@ -234,6 +240,8 @@ class Forming:
                 for line in file:
                     if not line.endswith(b"\n"):
                         break
+                    if mark and mark.match(line):
+                        self._failed_s = min(self._failed_s, self._clock())
                     if said := line.partition(FAILED_MARK.encode())[2]:
                         with contextlib.suppress(ValueError, LookupError, TypeError):
                             failed = json.loads(said)

@@ -271,7 +271,8 @@ def _worker(
         env, first = {**start.env, JOB: str(folder / job)}, b""
         if start.host is None:
             netns = namespaces.get(start.region)
-            command, inherited = guarded(start.command, netns), () if netns is None else (netns,)
+            command = guarded(start.command, netns, launcher.end_s)
+            inherited = () if netns is None else (netns,)
         else:  # a guard there ends what an earlier connection left of this job first
             assert isinstance(launcher, HostLauncher)
             inside, first = guarded_there(start.command, env)

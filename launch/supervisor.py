@@ -360,7 +360,8 @@ class Supervisor:
             if formation is None or group.given_up:
                 continue
             if group.restart_at_s is None and group.running:
-                formation.look()
+                if formation.look():
+                    group.ask_to_stop()
             elif group.restart_at_s is not None and formation.ready():
                 for process in group.running.values():
                     if formation.leaves(process.spec.host):
@@ -457,8 +458,8 @@ class Supervisor:
 def guarded(command: Sequence[str], netns: int | None = None, grace_s: float = guard.GRACE_S) -> tuple[str, ...]:
     """Wrap a command line in `guard.py`, on this machine.
 
-    netns: file descriptor of a network namespace to run in. grace_s: time between SIGTERM and SIGKILL, at most
-    GRACE_S.
+    netns: file descriptor of a network namespace to run in. grace_s: time between SIGTERM and SIGKILL; when all is
+    stopped, GRACE_S at most.
     """
     inside = command if netns is None else in_network(netns, command)
     return (sys.executable, "-I", str(Path(guard.__file__).resolve()), "--grace", str(grace_s), "--", *inside)

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from geotrain.config import ClusterConfig, ConfigError, WorkerConfig, parse
+from geotrain.launch import guard
 
 EXIT_FORM = 76  # of a rank that has ended its job, and saved, so that its worker can be formed anew
 SCRIPT = Path(__file__).resolve().parents[1] / "pretrain.py"
@@ -94,12 +95,16 @@ class Launcher(ABC):
     rank_variables: torch's variables (RANK, WORLD_SIZE, LOCAL_RANK) → what the launcher calls them, where it does not
     set torch's own. on_this_machine: ranks run on the machine that starts them, whatever the hosts are called.
     queue_s: how long an inquiry may wait for hosts that are in use; not 0: then to get no answer is no obstacle.
+    rank_failed: a line by which a command for all hosts logs that ranks have failed; None: it ends with the first.
+    end_s: how long it may take to end them.
     """
 
     name: str
     rank_variables: ClassVar[Mapping[str, str]] = {}
     on_this_machine: ClassVar[bool] = False
     queue_s: ClassVar[float] = 0.0
+    rank_failed: ClassVar[re.Pattern[bytes] | None] = None
+    end_s: ClassVar[float] = guard.GRACE_S
 
     @abstractmethod
     def commands(self, place: WorkerPlace, region: str, worker: WorkerConfig) -> WorkerCommands:

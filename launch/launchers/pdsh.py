@@ -3,6 +3,7 @@ the worker, with its ssh module."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ class Pdsh(WorldLauncher):
 
     name = "pdsh"
     takes_ipv6 = True
+    rank_failed = re.compile(rb"pdsh@\S+: \S+: ssh exited with exit code ")
     options = ()  # DeepSpeed checks ssh before it calls pdsh
 
     def inquiry(self, worker: WorkerConfig, hosts: Sequence[str], command: Sequence[str]) -> Inquiry | None:

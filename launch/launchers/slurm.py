@@ -3,6 +3,7 @@ the worker; Slurm ends all ranks when srun gets SIGTERM."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -17,6 +18,8 @@ class Slurm(WorldLauncher):
     name = "slurm"
     rank_variables: ClassVar = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
     queue_s = 30.0
+    rank_failed = re.compile(rb"srun: error: \S+: tasks? [-\d,]+: ")
+    end_s = 40.0  # srun waits 32 s for a node that does not answer, and without srun the others would stay allocated
 
     def commands(self, place: WorkerPlace, region: str, worker: WorkerConfig) -> WorkerCommands:
         if len(regions_of(region, worker)) > 1:
@@ -27,9 +30,7 @@ class Slurm(WorldLauncher):
         slots = {host.host: host.slots for host in worker.hosts}
         if len(set(slots.values())) > 1:
             raise ConfigError(f"worker {worker.name!r}: slurm needs the same slots on every host, not {slots}")
-        # else srun waits for tasks on a node that is lost until Slurm gives it up, by default after five minutes
-        nodes = f"{_nodes(list(slots), worker.hosts[0].slots)} --kill-on-bad-exit=1"
-        arguments = f"{nodes} {worker.launcher_args}".strip()
+        arguments = f"{_nodes(list(slots), worker.hosts[0].slots)} {worker.launcher_args}".strip()
         return super().commands(place, region, worker.model_copy(update={"launcher_args": arguments}))
 
     def hand_on(

@@ -27,9 +27,11 @@ HOSTS = ("a", "b", "c", "d")
 class Site:
     """Workers of one region on these hosts, two ranks on each. lost: hosts that do not answer."""
 
-    def __init__(self, folder: Path, *hosts: str, spare: tuple[str, ...] = (), back_s: float = 60.0) -> None:
+    def __init__(
+        self, folder: Path, *hosts: str, spare: tuple[str, ...] = (), back_s: float = 60.0, launcher: str = "ssh"
+    ) -> None:
         self.lost, self.now_s, self.asked, self.folder = set[str](), 0.0, list[str](), folder
-        ssh = {"launcher": "ssh", "hosts": [{"host": host, "slots": 2} for host in hosts]}
+        ssh = {"launcher": launcher, "hosts": [{"host": host, "slots": 2} for host in hosts]}
         files = write_files(folder, "run", 64, {"eu": [2, 2]}, {"rule": {"name": "halos"}}, first=ssh)
         raw = json.loads(files[1].read_text())
         raw["restart"] = {"host_back_s": back_s, "window_s": 600.0}
@@ -184,6 +186,40 @@ def test_a_host_with_a_broken_device_is_cordoned(tmp_path: Path, monkeypatch: py
     forming._next_s = 1e9  # a broken device does not wait for the next look at hosts
     assert asked_to_end(forming) and cordoned(tmp_path) == {"b": "device 0000:3B:00.0: Xid 79"}
     assert started_again(forming) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "failed", "harmless"),
+    [
+        (
+            "slurm",
+            "srun: error: n1: tasks 0-1: Exited with exit code 1",
+            "srun: error: Couldn't load plugin mpi/pmix",
+        ),
+        (
+            "pdsh",
+            "pdsh@home: b: ssh exited with exit code 137",
+            "pdsh@home: interrupt (one more within 1 sec to abort)",
+        ),
+    ],
+)
+def test_a_command_that_waits_for_ranks_of_a_lost_host_is_stopped(
+    tmp_path: Path, launcher: str, failed: str, harmless: str
+) -> None:
+    site, said = Site(tmp_path, *HOSTS[:2], launcher=launcher), tmp_path / "logs/eu-0.log"
+    said.parent.mkdir()
+    said.write_text(f"{failed}\n")  # of an earlier launch
+    forming = site.worker()
+    for line, stopped in ((harmless, False), (failed, True)):
+        with said.open("a") as log:
+            print(line, file=log)
+        assert not forming.look()
+        site.now_s += 4.0
+        assert not forming.look()  # it may still end by itself
+        site.now_s += 2.0
+        assert forming.look() is stopped
+    started_again(forming)
+    assert not forming.look()
 
 
 def test_a_host_that_ends_its_worker_twice_at_its_start_is_lost(tmp_path: Path) -> None:
