@@ -46,8 +46,6 @@ RULES: dict[str, dict[str, Any]] = {
     "merged": {"name": "region_momentum", "answers": "merged"},
     "wait": {"name": "region_momentum", "answers": "wait"},
 }
-# Half-way, as after a rollback, workers keep so much of their moments and of their count of steps.
-LEFT = {"wait_halved": 0.5, "wait_zeroed": 0.0}
 
 
 def world(regions: int, workers: int, spread: int, numel: int) -> WorldSpec:
@@ -62,7 +60,7 @@ def world(regions: int, workers: int, spread: int, numel: int) -> WorldSpec:
 
 def outer_of(rule: str, local_steps: int) -> OuterConfig:
     block: dict[str, Any] = {
-        "rule": RULES[rule.split("_")[0] if rule in LEFT else rule],
+        "rule": RULES[rule],
         "local_steps": local_steps,
         "fragments": {"layers_per_fragment": 2},
         "overlap": {"steps": min(OVERLAP_STEPS, local_steps // 3), "late": "continue", "adopt": "rebase"},
@@ -81,8 +79,7 @@ def run(shape: str, rule: str, optimizer: str, seed: int, scale: float) -> dict[
     rate, muon = scale * RATES[optimizer], 0.95 if optimizer == "muon" else None
     inner = InnerSettings(rate, warmup_share=0.1, muon=muon)
     steps = regions * workers * local_steps * jobs
-    left = (jobs // 2, LEFT[rule]) if rule in LEFT else None
-    study = Study(steps, hidden=48, layers=4, ffn=128, seed=seed, inner=inner, moments_left=left)
+    study = Study(steps, hidden=48, layers=4, ffn=128, seed=seed, inner=inner)
     model, text = study.model(), carried_text()
     task = training_task(study, outer_of(rule, local_steps), model.start.numel())
     done = VirtualWorld(world(regions, workers, spread, model.start.numel()), task)
@@ -100,7 +97,7 @@ def main() -> None:
     shapes = ["2x1x32x5", "2x2x32x5", "2x1x32x20", "2x1x8x20"]
     parser.add_argument("--runs", nargs="+", default=shapes, help="regions x workers x H x jobs [x percent]")
     parser.add_argument("--optimizers", nargs="+", default=list(RATES), choices=list(RATES))
-    parser.add_argument("--rules", nargs="+", default=list(RULES), choices=[*RULES, *LEFT])
+    parser.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--scales", nargs="+", type=float, default=[1.0], help="of the usual rate")
     parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines")

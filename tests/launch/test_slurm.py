@@ -6,7 +6,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -52,15 +51,9 @@ def test_a_job_that_is_told_to_end_queues_again_and_goes_on(tmp_path: Path) -> N
 
     with slurm(tmp_path / "slurm") as running:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        env = {**running.env, **mark, "PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-
-        def said(*command: str) -> str:
-            return subprocess.run(command, env=env, text=True, capture_output=True, check=True, timeout=60).stdout
-
-        sites = ("global", "eu")
-        job = said(
-            "sbatch", "--parsable", "--ntasks=4", f"--output={log}", str(TEMPLATE), *map(str, files), *sites
-        ).strip()
+        running.env |= {**mark, "PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        said, options = running.said, ("--parsable", "--ntasks=4", f"--output={log}")
+        job = said("sbatch", *options, str(TEMPLATE), *map(str, files), "global", "eu").strip()
 
         def job_is(word: str) -> bool:
             return word in said("scontrol", "show", "job", job)

@@ -58,7 +58,7 @@ SUMS = {"product": PRODUCT, "benchmarks": ("benchmarks",), "tests": ("tests",)}
 GRANTED = {
     "waiting answers": {"product": 0, "benchmarks": 100, "tests": 0},
     "today's stack": {"product": 0, "benchmarks": 22, "tests": 38},
-    "healing": {"product": 0, "benchmarks": 16, "tests": 0},
+    "healing": {"product": 0, "benchmarks": 0, "tests": 0},
 }
 # Each sum with its grants where git knows no other commit to compare with, such as on main itself in CI.
 RECORDED = {"product": 37_160 + 2_400, "benchmarks": 11_468 + 800, "tests": 35_842 + 1_600}

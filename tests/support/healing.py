@@ -26,13 +26,7 @@ BUSY_S = 300.0
 ENOUGH = 1_000_000  # samples: no machine trains them before the run is stopped
 HOSTS = ("127.0.0.1", "127.0.0.2")
 ENV = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-EXPERTS = {
-    **MODEL,
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-}
+EXPERTS = MODEL | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 class Launched:

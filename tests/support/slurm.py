@@ -43,13 +43,7 @@ NODE = "NodeName={name} NodeHostname={name} NodeAddr=127.0.0.{number} Port={port
 OWN = socket.gethostname().partition(".")[0]
 
 
-MUNGE = {
-    "key-file": "munge.key",
-    "socket": "munge.sock",
-    "pid-file": "munge.pid",
-    "log-file": "munge.log",
-    "seed-file": "seed",
-}
+MUNGE = "key-file=munge.key socket=munge.sock pid-file=munge.pid log-file=munge.log seed-file=seed"
 ISOLATED = ("unshare", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child", "sh", "-c")
 
 
@@ -70,14 +64,13 @@ class Slurm:
 
     def begin(self, folder: Path, nodes: Sequence[str]) -> None:
         # --force: the folders above are the test's, with rights that a real installation would not have
-        self._start(
-            "munged", "munged", "--foreground", "--force", *(f"--{n}={folder}/{of}" for n, of in MUNGE.items())
-        )
+        options = (f"--{option.replace('=', f'={folder}/')}" for option in MUNGE.split())
+        self._start("munged", "munged", "--foreground", "--force", *options)
         assert until((folder / "munge.sock").exists)
         self._start("slurmctld", "slurmctld", "-D")
         for node in nodes:
             self.start(node)
-        assert until(lambda: self.said("sinfo", "-h", "-o", "%D %t") == f"{len(nodes)} idle\n")
+        assert until(lambda: self.said("sinfo", "-h", "-o", "%D %t", check=False) == f"{len(nodes)} idle\n")
 
     def _start(self, name: str, *command: str) -> None:
         self._running[name] = subprocess.Popen(command, env=self.env, stderr=subprocess.DEVNULL)
@@ -85,8 +78,8 @@ class Slurm:
     def start(self, node: str) -> None:
         self._start(node, *ISOLATED, 'hostname "$0"; exec slurmd -D -N "$0"', node)
 
-    def said(self, *command: str) -> str:
-        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60).stdout
+    def said(self, *command: str, check: bool = True) -> str:
+        return subprocess.run(command, env=self.env, capture_output=True, check=check, text=True, timeout=60).stdout
 
     def lose(self, name: str) -> None:
         """Kill all that a node has, or a daemon."""
@@ -95,7 +88,7 @@ class Slurm:
         process.wait()
 
     def close(self) -> None:
-        self.said("scancel", "--user", "root")
+        self.said("scancel", "--user", "root", check=False)
         for name in reversed([*self._running]):
             self.lose(name)
 

@@ -21,7 +21,6 @@ from pathlib import Path
 
 from benchmarks import DATA, ROOT
 from benchmarks.common import command_line, record
-from benchmarks.studies.claims.goodput import goodput_table
 from benchmarks.studies.claims.markdown import markdown
 from benchmarks.studies.claims.methods import METHODS, muon
 from benchmarks.studies.claims.report import plain, plot_curves, replace_block
@@ -50,7 +49,6 @@ def main() -> None:
     report["cpu_s"] = sum(row["cpu_s"] for row in results.rows.values())
     if arguments.harsh:
         report["harsh"] = study.harsh()
-    report["goodput"] = goodput_table(reduced=not full)
     folder = Path(arguments.out)
     folder.mkdir(parents=True, exist_ok=True)
     titles = {m: METHODS[m].title for m in methods}
@@ -66,7 +64,6 @@ def main() -> None:
         shutil.copy(folder / "claims.json", DATA / "claims.json")
         figures = {name: found["mean"] for name, found in report["speedup"].items()}
         figures |= {name: report[name] and report[name]["mean"] for name in GAPS}
-        figures["goodput"] = report["goodput"]["ours"]
         record("claims", figures, lambda _: "", "full" if full else "reduced")
     print(json.dumps(plain(report)))
 

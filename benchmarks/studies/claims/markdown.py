@@ -17,7 +17,6 @@ GOALS = {
     for goal in part.goals
 }
 PUBLISHED = {"ours_over_diloco": "7.5", "ours_over_async_local_sgd": "2.1"}
-GOODPUT = Goal("goodput", least=0.95)
 NONE = "–"
 
 
@@ -25,7 +24,7 @@ def markdown(report: dict[str, Any], titles: dict[str, str]) -> str:
     parts = [_setting(report, titles), _goals(report), _gaps(report, titles), _methods(report, titles)]
     if "harsh" in report:
         parts.append(_harsh(report))
-    return "\n\n".join([*parts, _goodput(report)]) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def _setting(report: dict[str, Any], titles: dict[str, str]) -> str:
@@ -51,8 +50,6 @@ def _goals(report: dict[str, Any]) -> str:
         if (gap := report.get(name)) is not None:
             high = None if gap["half_width"] is None else gap["mean"] + gap["half_width"]
             rows.append((f"`{name}`", share(gap), str(goal), NONE, _met(goal, gap["mean"], high), NONE))
-    kept = report["goodput"]["ours"]
-    rows.append(("`goodput`", f"{kept:.3f}", str(GOODPUT), NONE, _met(GOODPUT, kept, kept), NONE))
     return table(rows, ("figure", "found", "goal", "published", "goal met", "seeds that reached the target"))
 
 
@@ -142,17 +139,6 @@ def _harsh(report: dict[str, Any]) -> str:
         f"{s['harsh_seeds']}; times to DiLoCo's final loss in that world, with a schedule twice as long for "
         f"rivals that end above it (–: they do so with that, too):\n\n{table(rows, header)}"
     )
-
-
-def _goodput(report: dict[str, Any]) -> str:
-    g = report["goodput"]
-    deaths = f"{g['ours_deaths']:.0f} deaths among {g['ours_devices']:,} devices"
-    rows = [
-        ("ours, simulated", f"{g['ours']:.3f}", f"{deaths}, {g['ours_lost_share']:.4f} lost"),
-        ("quorum syncer, model", f"{g['quorum_syncer']:.3f}", f"published: {g['quorum_syncer_published']}"),
-        ("elastic data parallel, model", f"{g['elastic_data_parallel']:.3f}", f"a pause of {g['pause_s']:.1f} s"),
-    ]
-    return table(rows, ("goodput, 2.4 million devices", "found", ""))
 
 
 def _speedup(found: dict[str, Any]) -> str:

@@ -35,7 +35,7 @@ VERSION = 4  # of what the simulator computes; raised by hand when its results c
 # Fields of worlds and studies that came later, and as what they are left out of keys.
 LATER = {
     "settle_s": 0.0, "refresh_s": 0.0, "refreshes_all": False, "shards": 1, "encrypted": False,
-    "normalize_rows": False, "share": 1.0, "moments_left": None,
+    "normalize_rows": False, "share": 1.0,
 }  # fmt: skip
 NOT_WITHOUT_RESULT = (
     "test", "final", "selection", "final_selection", "utilization", "wide_bytes", "committed_steps",

@@ -36,8 +36,7 @@ class Study:
     together.
 
     batch, length: samples of an inner step, and bytes of a sample. quarter_of: worker → the kind of text it reads;
-    workers that are not in it read all kinds. moments_left: after so many jobs a worker keeps such a share of its
-    optimizer's state.
+    workers that are not in it read all kinds.
     """
 
     steps: int
@@ -50,7 +49,6 @@ class Study:
     seed: int = 0
     inner: InnerSettings = field(default_factory=InnerSettings)
     quarter_of: dict[str, int] = field(default_factory=dict)
-    moments_left: tuple[int, float] | None = None
 
     def model(self, device: str = "cpu") -> SmallLM:
         a = small_architecture(self.hidden, self.layers, self.heads, self.ffn, self.length)
@@ -240,9 +238,6 @@ class Learning:
 
     def job_done(self, lease: Lease) -> dict[str, float]:
         self.jobs += 1
-        job, share = self.fleet.study.moments_left or (0, 1.0)
-        for moment in self.moments() if self.jobs == job else ():
-            moment *= share
         if self.jobs % CHECKPOINT_JOBS == 0:
             m, v, steps = self.moments()
             self._saved = m.clone(), v.clone(), steps.clone()
