@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +14,14 @@ from unittest.mock import Mock
 import pytest
 
 from geotrain.common.files import OutputError
-from geotrain.config import ConfigError, load_cluster, load_run
+from geotrain.config import ConfigError, RestartConfig, load_cluster, load_run
 from geotrain.launch import forming as forming_module
 from geotrain.launch.forming import Forming, cordon, cordoned, formed_here, without_cordoned
-from geotrain.monitor.events import FAILED_MARK, Trouble, WorkerFormed
+from geotrain.launch.supervisor import ProcessSpec, Supervisor, guarded
+from geotrain.monitor.events import FAILED_MARK, ProcessDied, Trouble, WorkerFormed
+from geotrain.outer.events import Event
 from geotrain.plan.inventory import PlanError
-from tests.support.process_trees import until
+from tests.support.process_trees import marked, new_mark, until
 from tests.support.small_runs import write_files
 
 HOSTS = ("a", "b", "c", "d")
@@ -189,35 +192,21 @@ def test_a_host_with_a_broken_device_is_cordoned(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("launcher", "failed", "harmless"),
-    [
-        (
-            "slurm",
-            "srun: error: n1: tasks 0-1: Exited with exit code 1",
-            "srun: error: Couldn't load plugin mpi/pmix",
-        ),
-        (
-            "pdsh",
-            "pdsh@home: b: ssh exited with exit code 137",
-            "pdsh@home: interrupt (one more within 1 sec to abort)",
-        ),
-    ],
+    "words",
+    ["srun: error: n1: tasks 0-1: Exited with exit code 1", "pdsh@home: b: ssh exited with exit code 137"],
 )
-def test_a_command_that_waits_for_ranks_of_a_lost_host_is_stopped(
-    tmp_path: Path, launcher: str, failed: str, harmless: str
-) -> None:
-    site, said = Site(tmp_path, *HOSTS[:2], launcher=launcher), tmp_path / "logs/eu-0.log"
-    said.parent.mkdir()
-    said.write_text(f"{failed}\n")  # of an earlier launch
+def test_a_command_that_waits_for_ranks_of_a_lost_host_is_stopped(tmp_path: Path, words: str) -> None:
+    site = Site(tmp_path, *HOSTS[:2], launcher="slurm" if "srun" in words else "pdsh")
+    (tmp_path / "logs").mkdir()
+    (said := tmp_path / "logs/eu-0.log").write_text(f"{words}\n")  # of an earlier launch
     forming = site.worker()
-    for line, stopped in ((harmless, False), (failed, True)):
-        with said.open("a") as log:
-            print(line, file=log)
-        assert not forming.look()
-        site.now_s += 4.0
-        assert not forming.look()  # it may still end by itself
-        site.now_s += 2.0
-        assert forming.look() is stopped
+    for line, stopped in (("srun: error: Couldn't load plugin mpi/pmix", False), (words, True)):
+        said.write_text(f"{said.read_text()}{line}\n")
+        looks = [forming.look()]
+        for later_s in (4.0, 2.0):  # it may still end by itself
+            site.now_s += later_s
+            looks.append(forming.look())
+        assert looks == [False, False, stopped]
     started_again(forming)
     assert not forming.look()
 
@@ -254,3 +243,47 @@ def test_a_worker_waits_for_a_host_and_then_leaves_the_run(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"worker 'eu-0' leaves the run: no host is left: a: no answer; b"):
         forming.take()
     assert len(forming.events) == 2
+
+
+LIVES = """
+case $(cat lives) in
+x) echo 'pdsh@home: b: ssh exited with exit code 255'; exec sleep 1000 ;;
+xx) until [ -e hosts/eu-0.end ]; do sleep 0.05; done; exit 76 ;;
+esac
+"""
+HANGS = "trap '' TERM; touch hangs; while :; do sleep 0.1; done"
+
+
+def test_a_supervisor_forms_its_worker_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By real processes. A rank fails, and the command goes on; what is left of a connection to the lost host hangs;
+    the host comes back."""
+    monkeypatch.setattr(forming_module, "FAILED_S", 0.2)
+    monkeypatch.chdir(tmp_path)
+    site, told, mark = Site(tmp_path, *HOSTS[:2], back_s=0.2, launcher="pdsh"), list[Event](), new_mark()
+    (tmp_path / "hosts").mkdir()
+
+    def answer(worker: Any, host: str) -> str:
+        return "no answer" if host == "b" and (tmp_path / "lives").read_text() == "x" else ""
+
+    forming = Forming(site.run, site.cluster, tmp_path, *site.cluster.workers[0], {}, probe=answer)
+
+    def processes() -> list[ProcessSpec]:
+        hosts = forming.take().hosts
+        (tmp_path / "hosts/eu-0.end").unlink(missing_ok=True)
+        with (tmp_path / "lives").open("a") as lives:
+            lives.write("x")
+        common: dict[str, Any] = {"respawn": processes, "group": "eu-0", "formation": forming, "env": mark}
+        made = [ProcessSpec("eu-0", guarded(("bash", "-c", LIVES)), **common)]
+        if not told:
+            made.append(ProcessSpec("eu-0.1", guarded(("bash", "-c", HANGS), grace_s=1000.0), host="b", **common))
+        return made[: len(hosts)]
+
+    with Supervisor(tmp_path / "logs", restart=RestartConfig(first_s=0.05), on_event=told.append) as running:
+        for process in processes():
+            running.start(process)
+        assert until((tmp_path / "hangs").exists)
+        deadline_s = time.monotonic() + 120.0
+        outcome = running.wait(lambda: None if time.monotonic() < deadline_s else pytest.fail(str(told)))
+        assert outcome.code == 0 and until(lambda: marked(mark) == [])
+    assert [event.hosts for event in told if isinstance(event, WorkerFormed)] == [["a"], ["a", "b"]]
+    assert [event.how for event in told if isinstance(event, ProcessDied)] == ["failed with exit code 143"]

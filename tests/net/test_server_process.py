@@ -37,21 +37,18 @@ def site(tmp_path) -> Iterator[Site]:
         server.process.join()
 
 
-def work(site: Site, jobs: int, incarnation: str) -> list[int]:
-    """Both workers train that many jobs each. Returns the samples' starts."""
+def work(site: Site, jobs: int, incarnation: str) -> None:
+    """Both workers train that many jobs each."""
     workers = [site.worker("a", incarnation), site.worker("b", incarnation)]
     for worker in workers:
         worker.join()
-    starts = []
     for _ in range(jobs):
         for worker in workers:
             lease = worker.lease()
             assert lease is not None
             worker.train(lease)
-            starts.append(lease.start)
     for worker in workers:
         worker.close()
-    return starts
 
 
 def test_workers_that_were_killed_are_shown_as_gone_before_they_miss_a_heartbeat(site):
@@ -78,9 +75,9 @@ def test_workers_that_were_killed_are_shown_as_gone_before_they_miss_a_heartbeat
     )
 
 
-def test_a_run_from_start_to_end_with_a_pause(site):
+def test_a_pause_ends_no_count_and_is_no_death(site):
     top, region = site.serve("global"), site.serve("eu")
-    starts = work(site, 3, "life-1")
+    work(site, 3, "life-1")
     links = site.status("eu")["links"]
     model_bytes = 4 * site.parameter_map.numel
     assert links["up_bytes"] > 2 * model_bytes and links["down_bytes"] > 2 * model_bytes
@@ -114,32 +111,8 @@ def test_a_run_from_start_to_end_with_a_pause(site):
     for server, members in (("global", {"eu"}), ("eu", {"a", "b"})):
         told = site.status(server)["members"]
         assert {told[name]["restarts"] for name in members} == {0}, "all were told to stop"
-    left = {worker.name: worker for worker in workers}
-    while left:
-        for name, worker in list(left.items()):
-            lease = worker.lease()
-            if lease is None:
-                worker.leave()
-                del left[name]
-            else:
-                worker.train(lease)
-                starts.append(lease.start)
     for worker in workers:
         worker.close()
-    assert region.ended() == (0, "") and top.ended() == (0, "")
-    assert sorted(starts) == list(range(0, 48, 4))
-
-    applied = [e for e in site.events("global") if e["event"] == "UpdateApplied"]
-    assert sum(e["samples"] for e in applied) == 48
-    trained = [e for e in site.events("eu") if e["event"] == "UpdateApplied"]
-    assert sum(e["samples"] for e in trained) == 48
-    assert {e["payload_bytes"] for e in trained} == {4 * f.numel for f in site.parameter_map.fragments}
-    assert all(e["loss"] > 0 and e["staleness"] >= 0 for e in trained)
-
-    weights = dict(read_weights(site.folder / "global", site.parameter_map))
-    first = {p.name: initial_tensor(p, site.run.seed) for p in site.parameter_map.parameters}
-    assert weights.keys() == first.keys()
-    assert not any(torch.equal(weights[name], first[name]) for name in first)
 
 
 def test_a_run_stops_at_its_time_and_says_when(site: Site) -> None:
