@@ -23,6 +23,8 @@ def test_a_report_says_hours_bytes_and_who_waits(tmp_path):
     assert report["compute_bound_hours"] == pytest.approx(steps / (1 / 2 + 1 / 3) / 3600, rel=0.001)
     assert 1 < report["hours"] / report["compute_bound_hours"] < 1.2
     assert report["simulated_share"] == 1 and report["lost_updates"] == 0
+    parts = [worker["tokens_per_s"] for worker in report["workers"].values()]
+    assert sum(parts) == pytest.approx(report["tokens_per_s"]) and parts[0] == pytest.approx(1.5 * parts[1], rel=0.1)
     assert picture.read_bytes()[:4] == b"\x89PNG"
     text = report_text(report)
     assert f"{report['hours']:.2f} h" in text and "us up" in text
