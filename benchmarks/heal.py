@@ -77,7 +77,7 @@ SHARES = dict.fromkeys(
 
 
 def main() -> None:
-    parser = command_line(__doc__, quick={"losses": [], "rounds": 3, "days": 1.0})
+    parser = command_line(__doc__, quick={"losses": [], "rounds": 1, "days": 0.5})
     parser.add_argument("--losses", nargs="+", default=["kill", "freeze"], choices=["kill", "freeze"])
     parser.add_argument(
         "--seeds", type=int, default=1, help="runs that lose a host in each way, and one that does not"
@@ -151,7 +151,7 @@ def verifying(rounds: int) -> dict[str, float]:
                 "step": lambda: engine.train_step(batch, 0).loss,
                 "verification": lambda: figures_of(engine, batch.micro_batch(0)),
             }
-            times = alternate(works, rounds)
+            times = alternate(works, rounds, warmup=1)
             micro_batches = engine.gradient_accumulation_steps()
     step_s, verification_s = (sorted(times[name])[rounds // 2] for name in works)
     between = micro_batches_between(run.monitor.verified_share, 1)
@@ -215,7 +215,7 @@ def rank_of_two(run: RunConfig, folder: Path, rounds: int) -> dict[str, list[flo
             "product": lambda: product_s(device),
             "reading": lambda: read_state(handle),
         }
-        times = alternate(works, rounds)
+        times = alternate(works, rounds, warmup=1)
     checkpoints.close()
     return times
 
