@@ -37,18 +37,21 @@ def site(tmp_path) -> Iterator[Site]:
         server.process.join()
 
 
-def work(site: Site, jobs: int, incarnation: str) -> None:
-    """Both workers train that many jobs each."""
+def work(site: Site, jobs: int, incarnation: str) -> list[int]:
+    """Both workers train that many jobs each. Returns the samples' starts."""
     workers = [site.worker("a", incarnation), site.worker("b", incarnation)]
     for worker in workers:
         worker.join()
+    starts = []
     for _ in range(jobs):
         for worker in workers:
             lease = worker.lease()
             assert lease is not None
             worker.train(lease)
+            starts.append(lease.start)
     for worker in workers:
         worker.close()
+    return starts
 
 
 def test_workers_that_were_killed_are_shown_as_gone_before_they_miss_a_heartbeat(site):
