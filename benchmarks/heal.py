@@ -71,19 +71,16 @@ LARGE = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 
 ADAMW = ('deepspeed.optimizer={"type": "AdamW", "params": {"lr": 1e-4}}',)
 H100 = {"memory_gb": 76.0, "tflops": 989.0, "efficiency": 0.4, "host_gbps": 3600.0}  # as shipped
 LOST = {"lost_host_s": "sum_s", "jobs_lost": "jobs_lost"}
-SHARES = dict.fromkeys(
-    ("ettr", "whole_restarts", "slower", "overhead_verifying", "overhead_copies", "overhead_watching"), "ratio"
-)
+SHARES = "ettr", "hosts", "300_s", "restarts", "slower", "ing", "copies", "disturbed", "low", "high", "share"
+UNITS = {**dict.fromkeys(SHARES, "ratio"), "_s": "s", "loss": "nats"}
 
 
 def main() -> None:
     parser = command_line(__doc__, quick={"losses": [], "rounds": 1, "days": 0.5})
     parser.add_argument("--losses", nargs="+", default=["kill", "freeze"], choices=["kill", "freeze"])
-    parser.add_argument(
-        "--seeds", type=int, default=1, help="runs that lose a host in each way, and one that does not"
-    )
-    parser.add_argument("--rounds", type=int, default=20, help="verifications timed")
-    parser.add_argument("--days", type=float, default=10.0, help="of virtual time")
+    parser.add_argument("--seeds", type=int, default=1, help="runs that lose a host in each way, or none")
+    parser.add_argument("--rounds", type=int, default=10, help="verifications timed")
+    parser.add_argument("--days", type=float, default=4.0, help="of virtual time")
     parser.add_argument("--healed-s", type=float, default=41.0, help="noticing 25, forming 1, training again 15")
     parser.add_argument("--restarted-s", type=float, default=948.0, help="as torchft's issue 329 reports of 8 B")
     parser.add_argument("--away-s", type=float, default=3600.0, help="until a lost host is back")
@@ -103,7 +100,7 @@ def main() -> None:
         **effective_time(args.days, args.healed_s, args.restarted_s, args.away_s),
         **parts,
     }
-    report("heal", results, args, units_by_ending({**SHARES, "_s": "s"}, "count"))
+    report("heal", results, args, units_by_ending(UNITS, "count"))
 
 
 # ------------------------------------------------------------------------------------------------ a host is lost
@@ -164,10 +161,8 @@ def verifying(rounds: int) -> dict[str, float]:
 def copying_and_watching(rounds: int) -> dict[str, float]:
     """Time what a worker of two ranks does, by turns; the first rank's medians count."""
     with tempfile.TemporaryDirectory() as name:
-        short: dict[str, Any] = {"sequence_length": 64}
-        run = load_run(
-            files(Path(name), 32, model={"config": MIDDLE}, deepspeed=deepspeed_block(4, 2, 1e-3), data=short)[0]
-        )
+        keys = {"model": {"config": MIDDLE}, "data": {"sequence_length": 64}}
+        run = load_run(files(Path(name), 32, deepspeed=deepspeed_block(4, 2, 1e-3), **keys)[0])
         run = run.model_copy(update={"checkpoint": CheckpointConfig()})
         found = run_world(2, rank_of_two, run, Path(name), rounds)[0]
     took = {work: sorted(seconds)[rounds // 2] for work, seconds in found.items()}

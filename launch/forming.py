@@ -165,7 +165,12 @@ class Forming:
             changed = before.keys() != self._cordoned.keys()
             if lacks and (changed or now >= self._next_s) and (new or mine & self._cordoned.keys()):
                 self._find([host.host for host in new])
-        return now > self._failed_s + FAILED_S
+        if now <= self._failed_s + FAILED_S:
+            return False
+        if self._failed_s > -math.inf:  # it is said once
+            self._failed_s = -math.inf
+            self.events.append(Trouble(f"{self.configured.name}: ranks have failed, its command goes on: stopped"))
+        return True
 
     def again(self, host: str = "", lived_s: float = SOON_S, why: str = "") -> None:
         """Begin to find out what the worker is to be formed of at its next start. host: the one on which it ended

@@ -459,7 +459,7 @@ def guarded(command: Sequence[str], netns: int | None = None, grace_s: float = g
     """Wrap a command line in `guard.py`, on this machine.
 
     netns: file descriptor of a network namespace to run in. grace_s: time between SIGTERM and SIGKILL; when all is
-    stopped, GRACE_S at most.
+    stopped, STOP_DEADLINE_S at most.
     """
     inside = command if netns is None else in_network(netns, command)
     return (sys.executable, "-I", str(Path(guard.__file__).resolve()), "--grace", str(grace_s), "--", *inside)

@@ -24,7 +24,7 @@ needs slurmctld slurmctld
 needs slurmd slurmd
 needs slurm-client srun
 needs prometheus promtool
-needs chromium chromium chromium-browser google-chrome # the names that benchmarks/monitoring/chromium.py knows
+needs chromium chromium chromium-browser google-chrome # the names that tests/support/chromium.py knows
 needs "gcc libc6-dev" gcc                              # which only recommends the C library's headers
 if ((${#missing[@]} == 0)); then exit; fi
 

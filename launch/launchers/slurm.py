@@ -11,15 +11,18 @@ from typing import ClassVar
 from geotrain.config import ConfigError, WorkerConfig
 from geotrain.launch.launchers.base import Inquiry, WorkerCommands, WorkerPlace, WorldLauncher, regions_of
 
+QUEUE_S = 30.0  # for nodes that are in use
+END_S = 40.0  # srun waits 32 s for a node that does not answer; without srun the others would stay allocated
+
 
 class Slurm(WorldLauncher):
     """Starts and asks all hosts of a worker at once by srun, which hands its own environment on to the ranks."""
 
     name = "slurm"
     rank_variables: ClassVar = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-    queue_s = 30.0
+    queue_s = QUEUE_S
     rank_failed = re.compile(rb"srun: error: \S+: tasks? [-\d,]+: ")
-    end_s = 40.0  # srun waits 32 s for a node that does not answer, and without srun the others would stay allocated
+    end_s = END_S
 
     def commands(self, place: WorkerPlace, region: str, worker: WorkerConfig) -> WorkerCommands:
         if len(regions_of(region, worker)) > 1:

@@ -207,6 +207,7 @@ def test_a_command_that_waits_for_ranks_of_a_lost_host_is_stopped(tmp_path: Path
             site.now_s += later_s
             looks.append(forming.look())
         assert looks == [False, False, stopped]
+    assert forming.look() and len(forming.events) == 1  # said once
     started_again(forming)
     assert not forming.look()
 

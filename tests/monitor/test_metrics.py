@@ -13,7 +13,6 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.monitoring.synthetic import synthetic_facts
 from geotrain.monitor.board import curves
 from geotrain.monitor.events import (
     LivenessChanged,
@@ -31,6 +30,7 @@ from geotrain.monitor.metrics import ALWAYS, MAX_SAID, NAMESPACE, Metrics, colle
 from geotrain.monitor.registry import METRICS, time_shares
 from geotrain.outer.events import Joined, UpdateApplied, UpdateRefused, ValidationDone
 from geotrain.outer.metrics import WORKER_METRICS
+from tests.support.synthetic_events import synthetic_facts
 
 SHIPPED = Path(__file__).parents[2] / "configs" / "monitoring"
 PREFIX = f"{NAMESPACE}_"

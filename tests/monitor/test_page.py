@@ -13,8 +13,6 @@ from random import Random
 
 import pytest
 
-from benchmarks.monitoring.chromium import Chromium
-from benchmarks.monitoring.synthetic import a_merge, synthetic_events, synthetic_facts
 from geotrain.monitor.events import (
     LivenessChanged,
     MemberSampled,
@@ -26,12 +24,14 @@ from geotrain.monitor.history import History
 from geotrain.monitor.http import HttpServer
 from geotrain.monitor.page import page_routes
 from geotrain.outer.events import UpdateRefused, ValidationDone
+from tests.support.chromium import Chromium
 from tests.support.net_worlds import BUSY_S
 from tests.support.server_processes import Site
+from tests.support.synthetic_events import a_merge, synthetic_events, synthetic_facts
 
 POINTS = "Number(document.querySelector('#loss-curve')?.dataset.points ?? 0)"
 STATE = "document.querySelector('[data-member=eu]')?.dataset.state ?? ''"
-BROWSER = pytest.mark.long("geotrain/monitor", "benchmarks/monitoring")  # what only a person sees
+BROWSER = pytest.mark.long("geotrain/monitor", "tests/support/chromium.py")  # what only a person sees
 HEALTH = "document.querySelector('#health').textContent.trim()"
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from geotrain.config import CodecConfig, ConfigError, codec_config, parse
 from geotrain.kernels import reference
 from geotrain.kernels.payload_format import FORMATS, PayloadFormat
-from geotrain.outer.codec import CodecError, NonFiniteError, make_codec, rounding_seed
+from geotrain.outer.codec import CodecError, NonFiniteError, make_codec, residual_dtype, rounding_seed
 
 LEVELS = {
     "int8": list(range(128)),
@@ -163,7 +163,7 @@ def test_error_feedback_sends_in_sum_what_was_meant(name):
     torch.testing.assert_close(sent + residual, meant, rtol=0, atol=1e-4)
     error, error_without = (sent - meant).norm() / meant.norm(), (without - meant).norm() / meant.norm()
     if name == "fp32":
-        assert error == 0 and not codec.error_feedback
+        assert error == 0 and not codec.error_feedback and residual_dtype(codec_config(name), False) is None
         return
     assert codec.error_feedback
     assert error < {"bf16": 1e-3, "int8": 2e-3, "topk2": 0.45}.get(name, 0.05)
