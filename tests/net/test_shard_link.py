@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock, patch
 import pytest
 
 from geotrain.common.names import GLOBAL
-from geotrain.net.server.shard_link import ShardTable
+from geotrain.net.server.shard_link import ShardLink, ShardTable
 from geotrain.net.transport import rpc
 from geotrain.net.transport.fragment_links import FragmentLinks, ShardsAbove
 from geotrain.net.transport.grpc_client import GrpcClient
@@ -49,6 +49,11 @@ class AtOnce:
     async def read(self, call: Callable[[], Any]) -> Any:
         return call()
 
+    async def until(self, call: Callable[[], Any], wait_s: float) -> Any:
+        while (value := call()) is None:
+            await asyncio.sleep(0)
+        return value
+
 
 def test_only_a_process_that_begins_can_have_gone_back() -> None:
     """A hello, or the first one said again, may arrive after facts that are newer than it."""
@@ -77,6 +82,27 @@ def test_only_a_process_that_begins_can_have_gone_back() -> None:
         assert ledger.as_ledger.taken == [0]
 
     asyncio.run(hellos())
+
+
+def test_a_shard_says_how_it_stands_to_each_incarnation_of_its_ledger() -> None:
+    """Also where nothing is new: what the ledger was told may be newer than the state that it came back from."""
+    world = make(config())
+    count = len(world.parameter_map.fragments)
+    shard = world.build(GLOBAL, ServerPart((tuple(range(count)),), 0))
+
+    async def told() -> None:
+        thread: Any = AtOnce(shard)
+        link = ShardLink(thread, 0, "127.0.0.1:2", None, lambda: (0,) * count, False, Traffic(), dict)
+        with patch.object(link, "_call", AsyncMock(return_value=(b"", rpc.Ack(0)))) as call:
+            bring = asyncio.create_task(link._bring())
+            for times, ledger in ((1, "life-1"), (1, "life-1"), (2, "life-2")):
+                shard.handle(Standing(ledger, "run", "", (), number=1))
+                for _ in range(9):
+                    await asyncio.sleep(0)
+                assert call.await_count == times
+            bring.cancel()
+
+    asyncio.run(told())
 
 
 def test_facts_with_versions_of_other_fragments_change_nothing() -> None:

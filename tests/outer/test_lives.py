@@ -228,6 +228,25 @@ def test_what_a_shard_took_before_it_knew_that_a_lease_went_back_counts_once_the
     assert region.worker_data.trained == {7} and not region.worker_data.leases.held["a"]
 
 
+def test_what_is_out_goes_to_others_where_a_ledger_came_back_older_than_its_shards():
+    world = make(config())
+    numbers = tuple(range(len(world.parameter_map.fragments)))
+    top, region = (world.build(name, ServerPart((numbers,))) for name in (GLOBAL, "eu"))
+    zeros = (0,) * len(numbers)
+    for server, join in ((region, world.workers["a"][1].joins(world.identity)[0]), (top, region.join_message())):
+        server.handle(join)
+        server.handle(Facts(0, 0, (), zeros, zeros, seen=server.as_ledger.changes))
+    region.handle(LeaseRequest("a", 1))
+    region.handle(granted := top.handle(LeaseRequest("a", 1)).reply)
+    forgotten = Facts(0, 1, (), zeros, zeros)  # a first fact was said before, and is known on neither side
+    assert region.handle(forgotten).sends and not region.worker_data.leases.held["a"]
+    with pytest.raises(Refused, match="came back from an older state"):
+        region.membership.current("a", "life-1")
+    assert top.handle(forgotten).reply == 1
+    again = top.handle(LeaseRequest("b", 1)).reply
+    assert (again.start, granted.lease, again.lease) == (granted.start, 1, 2)
+
+
 def test_last_weights_that_lack_an_update_on_its_way_are_asked_for_once_more():
     world = make(config(merge_alpha=0.5, updates_per_send=1))
     region, worker = world.regions["eu"], world.workers["a"][1]

@@ -17,7 +17,6 @@ from geotrain.config import load_run, shard_name
 from geotrain.parameters.hf_checkpoint import read_checkpoint
 from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import parameter_map_of
-from tests.chaos.faults.runner import read_events
 from tests.support.disks import small_disk
 from tests.support.own_loops import REGIONS, SITES, TRAINER, OwnRun, own_runs
 from tests.support.small_runs import BATCH, LOCAL_STEPS, MODEL, losses, prepare_text, run_of, status, weights
@@ -42,16 +41,9 @@ class Runs:
         prepare_text(folder)
 
     def made(
-        self,
-        name: str,
-        rounds: int,
-        workers: Any = None,
-        shards: int = 0,
-        outer: Any = SYNC,
-        grows: bool = False,
-        **keys: Any,
+        self, name: str, rounds: int, workers: Any = None, shards: int = 0, grows: bool = False, **keys: Any
     ) -> OwnRun:
-        run = run_of(self.folder, rounds * ROUND - grows * SMALL * BATCH // 2, outer, **keys)
+        run = run_of(self.folder, rounds * ROUND - grows * SMALL * BATCH // 2, SYNC, **keys)
         if grows:
             run["data"]["rampup_batch_size"] = BATCH // 2, BATCH // 2, SMALL * BATCH // 2
             run["deepspeed"]["train_micro_batch_size_per_gpu"] = 1
@@ -169,23 +161,3 @@ def test_a_full_disk_while_checkpointing_a_run_that_began_from_an_export(
     for words in (str(disk), "No space left on device", "training goes on without this checkpoint"):
         assert words in said and words in told
     assert "Traceback" not in said
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_region_comes_late(runs: Runs) -> None:
-    """What is left when its servers begin, it trains quickly."""
-    outer = {"rule": {"name": "halos"}, "lease_reserve": 0}
-    run = runs.made("late", 10 * ROUNDS, {"eu": {"min_step_s": 0.5}}, outer=outer)
-    run.serve("global")
-    run.serve("eu")
-    run.work("eu", TRAINER)
-    run.until(lambda: read_events(run.folder / "out", "eu-0"))
-    run.serve("us")
-    run.work("us", TRAINER)
-    run.ended()
-    top = status(run.file, "global")
-    assert top["committed_samples"] == top["train_samples"]
-    assert any(worker == "us-0" for worker, _ in losses(run.file))
-    joined = [e["time_s"] for e in read_events(run.folder / "out", "global") if e.get("member") == "us"]
-    assert joined[0] > read_events(run.folder / "out", "eu-0")[0]["time_s"]

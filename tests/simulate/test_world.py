@@ -138,28 +138,6 @@ def test_a_death_delays_a_synchronous_round_but_nobody_in_an_asynchronous_run():
         assert busy < 0.2 if waits else busy > 0.95
 
 
-def test_a_region_that_is_cut_off_goes_on_and_catches_up():
-    """Its workers train on; what it did meanwhile arrives in one update once the link is back."""
-    ours = OURS.with_rule(updates_per_send=2).model_copy(update={"local_steps": 4, "lease_reserve": 0})
-    world = two_regions()
-    eu = world.regions[0]
-    cut, briefly = (
-        replace(world, regions=(replace(eu, link=replace(eu.link, outages=((50.0, end_s),))), world.regions[1]))
-        for end_s in (250.0, 70.0)
-    )
-    assert timed(ours, cut, 4000)["utilization"] < 0.93  # it runs out of data
-    assert timed(ours, briefly, 4000)["utilization"] < 0.99
-    automatic = ours.model_copy(update={"lease_reserve": "auto"})
-    assert (
-        timed(automatic, briefly, 4000)["utilization"] > timed(automatic, world, 4000)["utilization"] - 0.001 > 0.99
-    )
-    # 60 such jobs outlast the outage.
-    report = timed(ours.model_copy(update={"lease_reserve": 60}), cut, 4000)
-    assert report["committed_steps"] == 4000 and report["lost_updates"] == 0
-    assert report["utilization"] > 0.96
-    assert report["seconds"] < 1.04 * timed(ours, world, 4000)["seconds"]
-
-
 def test_a_region_may_join_late():
     late = {w.name: ((0.0, 100.0),) for w in two_regions().regions[1].workers}
     report = timed(OURS, with_away(two_regions(), late), 1200)

@@ -216,19 +216,21 @@ class ShardLink:
         )  # fmt: skip
 
     async def _bring(self) -> None:
-        def news() -> Facts | None:
-            facts = self.server.facts(self.safe())
-            return facts if facts.facts or (facts.safe, facts.quiet, facts.seen) != self._said else None
+        def news() -> tuple[Facts, tuple[Any, ...]] | None:
+            facts, standing = self.server.facts(self.safe()), self.server.as_shard.standing
+            # To another incarnation of the ledger, too: its state may be older than what was said before.
+            told = facts.safe, facts.quiet, facts.seen, standing and standing.incarnation
+            return (facts, told) if facts.facts or told != self._said else None
 
         await self.server_thread.until(lambda: self.server.as_shard.open or None, float("inf"))
         while True:
-            facts = await self.server_thread.until(news, float("inf"))
-            assert facts is not None
+            found = await self.server_thread.until(news, float("inf"))
+            assert found is not None
+            facts, told = found
             self._said = ()  # its ledger may have taken what is said now, though the reply is lost
             if (reply := await self._call("facts", replace(facts, incarnation=self.process), rpc.Ack)) is not None:
-                known = reply[1].applied
-                self._said = facts.safe, facts.quiet, facts.seen
-                await self.server_thread.read(partial(self.server.as_shard.known, known))
+                self._said = told
+                await self.server_thread.read(partial(self.server.as_shard.known, reply[1].applied))
 
     async def farewell(self) -> None:
         """Acknowledge the end to the ledger: this shard ends."""

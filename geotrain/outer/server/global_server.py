@@ -244,6 +244,11 @@ class GlobalServer(Server):
     def release_leases(self, name: str) -> None:
         self.lease_table.release(self.holds(name))
 
+    def facts_lost(self) -> None:
+        # Others get what is out, whoever trains it on: how much of it is trained is not known.
+        self.lease_table.release(tuple(self.lease_table.open))
+        self.lease_table.forget_returned(self._member_of)
+
     def give_up(self, name: str, leases: Collection[int]) -> None:
         self._note_aside(self.lease_table.fail(leases))
 

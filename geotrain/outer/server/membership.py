@@ -54,6 +54,9 @@ class Leases(Protocol):
     def give_up(self, name: str, leases: Collection[int]) -> None:
         """Return leases of this member whose training gave nothing of use."""
 
+    def facts_lost(self) -> None:
+        """Let nothing wait for facts that shards had said, and that this ledger, of an older state, never hears."""
+
     def begin_incarnation(self, name: str, named: tuple[int, ...]) -> None:
         """Clear what a member's former incarnation had begun, as a new one joins, after a death or at first."""
 

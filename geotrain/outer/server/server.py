@@ -287,6 +287,8 @@ class Server(ABC):
             if fact.what == "applied":
                 self.membership.note_alive(fact.member)
             self._on_fact(fact)
+        if lost:
+            self.membership.leases.facts_lost()
         # Last: leases of who is gone may go only when all that the shard took from it is counted above.
         known.note_seen(said)
         self.membership.settle()
