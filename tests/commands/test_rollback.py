@@ -11,8 +11,8 @@ import torch
 
 from geotrain.commands.export import export_run
 from geotrain.config import ConfigError
-from geotrain.launch.rollback import roll_back, snapshots_of
-from geotrain.net.storage.snapshots import read_weights
+from geotrain.launch.rollback import _not_newer, roll_back, snapshots_of
+from geotrain.net.storage.snapshots import SnapshotStore, read_weights
 from geotrain.parameters.dcp import read_dcp
 from tests.support.command_line import say
 from tests.support.net_worlds import outer
@@ -97,6 +97,15 @@ def test_a_run_goes_on_from_an_older_snapshot_without_the_data_since(tmp_path: P
     assert aside == {*range(known, 160)} if not shards else len(aside) == skipped and max(aside) == 159
     assert first["committed_samples"] == 160 and snapshots_of(folder)[-1]["committed_samples"] == 160  # as it was
     assert all(torch.equal(value, before[name]) for name, value in weights(site).items())
+
+
+def test_a_shard_goes_back_to_the_newest_snapshot_of_which_its_ledger_knows_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [{"said": said, "unsaid": [0]} for said in (0, 3, 9)]
+    monkeypatch.setattr(SnapshotStore, "numbers", lambda _: [1, 2, 3])
+    monkeypatch.setattr(SnapshotStore, "metas", lambda _: [{"state": {"part": p, "fragments": []}} for p in parts])
+    assert _not_newer(tmp_path, 4).number == 2
 
 
 def test_a_run_that_was_killed_or_never_was_or_has_rounds_is_refused(tmp_path: Path) -> None:

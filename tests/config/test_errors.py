@@ -213,10 +213,7 @@ def test_run_and_cluster_file_that_are_given_in_each_others_place() -> None:
     ("settings", "words"),
     [
         (("data.train=~/x",), '--set: data.train = "~/x": only a shell replaces'),
-        (
-            ("data.skip=[[5, 4]]",),
-            "skip: [5, 4] is no range of samples: state [first, last], both below",
-        ),
+        (("data.skip=[[5, 4]]",), "skip: [5, 4] is no range of samples: state [first, last], both below"),
         (("data.skip=[[0, 7680]]",), "skip: [0, 7680] is no range of samples"),
         (("data.skip=[[-1, 4]]",), "data.skip.0.0 = -1: Input should be greater than or equal to 0"),
         (("data.skip=[[0, 3]]", 'outer.rule={"name": "sync"}'), "data.skip: a synchronous rule needs each worker's"),

@@ -135,11 +135,7 @@ def test_equal_bits_are_asked_of_the_libraries() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("NCCL_ALGO", "NVLS,Ring"),
-        ("CUBLAS_WORKSPACE_CONFIG", ":0:0"),
-        ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1"),
-    ],
+    [("NCCL_ALGO", "NVLS,Ring"), ("CUBLAS_WORKSPACE_CONFIG", ":0:0"), ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")],
 )
 def test_an_environment_that_contradicts_is_refused(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"deterministic_mode does not go with {name} = '{value}'"):

@@ -14,11 +14,7 @@ from geotrain.kernels import reference
 from geotrain.kernels.payload_format import FORMATS, PayloadFormat
 from geotrain.outer.codec import CodecError, NonFiniteError, make_codec, residual_dtype, rounding_seed
 
-LEVELS = {
-    "int8": list(range(128)),
-    "int4": list(range(8)),
-    "e3m0": [0, 1, 2, 4, 8, 16, 32, 64],
-}
+LEVELS = {"int8": list(range(128)), "int4": list(range(8)), "e3m0": [0, 1, 2, 4, 8, 16, 32, 64]}
 BLOCKS = [32, 64, 128]
 SLACK = 2.0**-100  # below this a block is coded as zero
 

@@ -34,7 +34,7 @@ from geotrain.net.server.enrollment_server import CERTIFICATES, EnrollmentServer
 from geotrain.net.storage.snapshots import StoreError, alone_in
 from geotrain.net.transport import rpc
 from geotrain.net.transport.certs import SECRET, CertificateError, Credentials, Trust, open_channel
-from geotrain.net.transport.enrollment import EnrollmentClient, Token
+from geotrain.net.transport.enrollment import Enrollment, EnrollmentClient, Token
 from geotrain.outer.messages import Refused
 from geotrain.own_loop import loop as own_loop
 from geotrain.worker import rank_watch
@@ -286,6 +286,8 @@ def test_strangers_get_no_word_and_keep_nobody_out(tmp_path: Path) -> None:
                     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
             await asyncio.to_thread(begins_the_run, server)
             assert server.run is not None
+            server._enroll(server.run, Enrollment.model_validate({**SAID, "region": "us"}))  # more than it waits for
+            assert server.cluster is not None and [each.name for each in server.cluster.regions] == ["eu", "us"]
             assert (server.folder / CERTIFICATES / SECRET).stat().st_mode & 0o077 == 0
 
     asyncio.run(play())
@@ -310,6 +312,9 @@ def test_an_address_alone_is_too_little(options: dict[str, Any], kind: type[Exce
 def test_a_folder_is_served_once_at_a_time(tmp_path: Path) -> None:
     with alone_in(tmp_path / "a"), pytest.raises(StoreError, match="another server is running in this folder"):
         run_alone(tmp_path / "a", "async", free_ports(1)[0], "127.0.0.1", None, None, True)
+    (tmp_path / "b" / CERTIFICATES).mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds a run already; give --resume"):
+        run_alone(tmp_path / "b", "async", free_ports(1)[0], "127.0.0.1", None, None, False)
 
 
 def _sharded(port: int, token: str, folder: Path) -> list[float]:

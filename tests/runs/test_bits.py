@@ -43,7 +43,7 @@ class Runs:
     def made(
         self, name: str, rounds: int, workers: Any = None, shards: int = 0, grows: bool = False, **keys: Any
     ) -> OwnRun:
-        run = run_of(self.folder, rounds * ROUND - grows * SMALL * BATCH // 2, SYNC, **keys)
+        run = run_of(self.folder, rounds * ROUND - grows * SMALL * BATCH // 2, **{"outer": SYNC, **keys})
         if grows:
             run["data"]["rampup_batch_size"] = BATCH // 2, BATCH // 2, SMALL * BATCH // 2
             run["deepspeed"]["train_micro_batch_size_per_gpu"] = 1
