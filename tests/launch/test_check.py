@@ -89,10 +89,7 @@ def test_a_folder_is_begun_once(tmp_path: Path) -> None:
     mixed = (*run.data.train, DataSet(prefix="other", weight=2.0))
     for changes, words in (
         ({"seed": 7}, rf"begun with other settings \(seed: was {run.seed}, is 7\); resume with the same"),
-        (
-            {"outer": other},
-            r'\(outer.local_steps: was 8, is 64; .*outer.up.name: was "int4", is "int8".*`geotr',
-        ),
+        ({"outer": other}, r'\(outer.local_steps: was 8, is 64; .*outer.up.name: was "int4", is "int8".*`geotr'),
         ({"data": run.data.model_copy(update={"sequence_length": 16})}, r"data.sequence_length: was \d+, is 16"),
         (
             {"data": run.data.model_copy(update={"train": mixed})},

@@ -12,7 +12,7 @@ import pytest
 from geotrain.commands import dry_run
 from geotrain.config import ClusterConfig, ConfigError, ParallelConfig
 from geotrain.parameters.parameter_map import parameter_count
-from geotrain.plan.explain import doubts, synchronous_text
+from geotrain.plan.explain import doubts, reasons, synchronous_text
 from geotrain.plan.grouping import SLACK, divisions, fewest_workers
 from geotrain.plan.inventory import Pins, PlanError, PlanTask
 from geotrain.plan.layouts import FULL_MICRO_TOKENS, Refusals, evaluated, layouts, micro_batches
@@ -40,6 +40,7 @@ def test_the_world_inventory() -> None:
     larger = planned(run.model_copy(update={"deepspeed": adamw}), world())
     assert larger.run.model.recompute == "full", "with a second moment it fits only so"
     assert {host.kind for host, _, _ in large.idle} == {"l40s"}, "left idle on purpose"
+    assert sum(line.startswith("idle: ") and " l40s on " in line for line in reasons(large)) == len(large.idle)
     (mixed,) = (w.layout for w in large.workers.values() if len({host.kind for host in w.layout.hosts}) > 1)
     assert {host.kind for host in mixed.hosts} == {"a100", "h200"}, "which cannot hold the model alone"
     assert mixed.parallel.stage_layers is not None and max(mixed.parallel.stage_layers[:2]) < 20
