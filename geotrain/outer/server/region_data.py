@@ -132,7 +132,7 @@ class RegionData:
         self.membership.member(back.worker)
         self.asking_back.discard(back.worker)
         if self.leases.given_back[back.worker].keys() & set(back.gone):
-            self.shut_out(back.worker)
+            self._shut_out(back.worker)
         self.leases.back = [number for number in self.leases.back if number not in back.leases]
         self._release(self.leases.reclaim(back.worker, back.leases))
         self.trained |= {lease.lease for lease in self.leases.finished(back.worker, back.leases, self.count)}
@@ -151,26 +151,16 @@ class RegionData:
         for name in self.membership.members:
             begun = [lease.job <= self.leases.asked.get(name, 0) for lease in self.leases.drop(name, gone)]
             if any(begun):
-                self.shut_out(name)
+                self._shut_out(name)
         repeated = sorted(self.trained & set(gone))
         self.trained.difference_update(repeated)
         self._forget_training()
         return repeated
 
-    def shut_out(self, name: str, why: str = "others got its data while it counted as dead") -> None:
-        """Let this incarnation of the worker say no more; the next one begins from the region's weights."""
-        member = self.membership.members[name]
-        # Banned, not quarantined: its next incarnation may join at once.
-        member.banned, member.fault = member.incarnation, why
-        self.membership.forget(name)
-        self.release_leases(name)
-        self.leases.given_back[name].clear()
-        self._forget_training()
-
     def facts_lost(self) -> None:
         # A job of which a part was said and a part is lost would count as untrained for as long as its worker lives.
         for name in () if self.in_rounds else self.membership.members:
-            self.shut_out(name, "its region's server came back from an older state")
+            self._shut_out(name, "its region's server came back from an older state")
 
     # -- training
 
@@ -271,6 +261,16 @@ class RegionData:
         self.final = None if saved["final"] is None else set(saved["final"])
 
     # -- inside
+
+    def _shut_out(self, name: str, why: str = "others got its data while it counted as dead") -> None:
+        """Let this incarnation of the worker say no more; the next one begins from the region's weights."""
+        member = self.membership.members[name]
+        # Banned, not quarantined: its next incarnation may join at once.
+        member.banned, member.fault = member.incarnation, why
+        self.membership.forget(name)
+        self.release_leases(name)
+        self.leases.given_back[name].clear()
+        self._forget_training()
 
     def _give_back(self, name: str, leases: Collection[int]) -> None:
         """Give the worker's leases back to the global server; in synchronous rounds they stay its own."""
