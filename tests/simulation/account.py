@@ -90,10 +90,16 @@ class Account:
         self.former: defaultdict[str, list[Fact]] = defaultdict(list)  # before a lost disk, as its ledger knows it
         self.known = Counter[str]()  # shard → how many of them its ledger has taken
         self.kept: dict[tuple[str, str], Any] = {}  # shard, checkpoint id → what it has then
+        # Whatever ledgers say: region, number → the lease as that region had it last; lease → fragments of the global
+        # weights that contain it; and region, fragment, sequence → leases of an update.
+        self.given: dict[tuple[str, int], Lease] = {}
+        self.reached: defaultdict[Lease, set[int]] = defaultdict(set)
+        self.within: dict[tuple[str, int, int], list[Lease]] = {}
         self.refusing: dict[str, bool] = {}  # region → whether its next update is refused; False: one was
         # Server, member that is gone, or begins anew and names these leases, until its shards have confirmed that.
         self.waits: dict[tuple[str, str], tuple[int, ...] | None] = {}
-        self.copied = False  # whether a shard of the global server came back from a copy
+        self.copied = False  # whether a process of the global server came back from a copy
+        self.older: set[str] = set()  # servers whose ledger came back from a copy: where data is, only they know
         self.paused, self.local_steps = False, config.local_steps
         self.updates = 0.0  # of a region in the whole run, for its momentum's decay; 0: as its samples have it
 
@@ -118,6 +124,11 @@ class Account:
         def noted(fact: Fact) -> None:
             on_fact(fact)
             judge(self._noted, fact)
+
+        def lost(said: Facts) -> int:
+            facts = forgotten(said)
+            self.known[shard_name(server.name, said.shard)] += facts
+            return facts
 
         def rejected(strike: UpdateRejected) -> bool:
             member = server.members[strike.member]
@@ -148,7 +159,8 @@ class Account:
 
         server.take, server.go_on = watched, went_on  # type: ignore[method-assign]
         if server.ledger and server.part.dealt:
-            server._on_fact = noted  # type: ignore[method-assign]
+            forgotten = server.as_ledger.lost
+            server._on_fact, server.as_ledger.lost = noted, lost  # type: ignore[method-assign]
         if server.ledger and server.name != GLOBAL:
             server.membership.count_strike = rejected  # type: ignore[method-assign]
         if server.name == GLOBAL:
@@ -173,19 +185,25 @@ class Account:
             self.trained -= theirs
 
     def keeps(self, shard: str, server: Server, checkpoint_id: str) -> None:
-        """A shard's snapshot is of this moment."""
-        reported = server.as_shard.said + len(server.as_shard.unsaid)
+        """A process's snapshot is of this moment."""
+        reported = server.as_shard.said + len(server.as_shard.unsaid), [*server.as_ledger.taken]
         here = {fragment for region, fragment in self.flying if region == server.name}
         taken = {each for each in self.taken if each[0] in server.members and each[1] in server.numbers}
         weights = self.spec.weights_of(server.name, server.numbers)
         self.kept[shard, checkpoint_id] = server.name, server.numbers, reported, here, taken, weights
 
     def restores(self, shard: str, checkpoint_id: str) -> None:
-        """A shard has lost its disk, and has what that copy of a snapshot has; "": nothing."""
+        """A process has lost its disk, and has what that copy of a snapshot has; "": nothing."""
         self.applied.pop(shard, None)
         self.copied |= shard.startswith(GLOBAL)
         kept = self.kept[shard, checkpoint_id or min(each for of, each in self.kept if of == shard)]
-        server, numbers, reported, flying, taken, weights = kept
+        server, numbers, (reported, known), flying, taken, weights = kept
+        if "shard" not in shard:
+            self.older.add(server)
+            for i, facts in enumerate(known):
+                self.known[shard_name(server, i)] = facts
+            if server != GLOBAL:
+                self.begins(server)
         self.former[shard] = max(self.former[shard], list(self.facts[shard]), key=len)
         del self.facts[shard][reported if checkpoint_id else 0 :]
         workers = self.regions.get(server, ())
@@ -215,9 +233,9 @@ class Account:
             if isinstance(message, WentBack):
                 self.known[shard] = message.facts
                 self.former.pop(shard, None)
-            assert not lost and server.as_ledger.taken[message.shard] == self.known[shard], (
-                f"facts of {shard} are missing"
-            )
+            assert (not lost or server.name in self.older) and server.as_ledger.taken[message.shard] == self.known[
+                shard
+            ], f"facts of {shard} are missing"
         if isinstance(message, MemberSilent):
             here = self.spec.region.get(message.member, {})
             begins = server.name == GLOBAL and len(here) < len(self.parameter_map.fragments)  # no beats before that
@@ -242,7 +260,7 @@ class Account:
             if not server.fragments:  # it has started over, or has nothing yet
                 self.flying -= {(server.name, fragment) for fragment in server.numbers}
                 self.spec.region_forgets(server.name, server.numbers)
-            if server.ledger:
+            if server.ledger and not {GLOBAL, server.name} & self.older:
                 self._leases_of_region(server, message, handled, before)
 
     def _applied(self, server: Any, part: UpdatePart) -> None:
@@ -266,6 +284,8 @@ class Account:
                 assert [fact] in said and self.known[shard] == taken, (
                     f"fact {taken} of {shard} was {said}, not {fact}"
                 )
+        if ledger.name in self.older:
+            return
         if fact.what in ("applied", "contained") and ledger.name == GLOBAL:
             for number in fact.contains:
                 self.spec.ledger.trained(number, fact.fragment, fact.version, late=True)
@@ -273,6 +293,8 @@ class Account:
             self._has_trained(fact.contains, fact.fragment)
 
     def _rejected(self, region: Any, strike: UpdateRejected, ours: bool, quarantined: bool) -> None:
+        if region.name in self.older:
+            return
         self.strikes[strike.member] += ours
         due = ours and self.strikes[strike.member] >= self.config.limits.strikes
         assert quarantined == due, f"quarantined: {quarantined}, after {self.strikes[strike.member]} strikes"
@@ -300,9 +322,16 @@ class Account:
         self._share(top)
         if isinstance(message, UpdatePart) and reply:
             self.spec.global_update(message.member, message)
+            for lease in self.within[message.member, message.fragment, message.sequence]:
+                self.reached[lease].add(message.fragment)
             self._check(top, [d.chunk for d in message.deltas], self.spec.top)
-        if top.ledger:
+        if isinstance(message, Trained):
+            for number in message.leases:
+                self.reached[self.given[message.member, number]].add(message.fragment)
+        if top.ledger and GLOBAL not in self.older:
             self._ledger_took(top, message, reply, before)
+        elif isinstance(reply, Lease):
+            self.spec.ledger.leases[reply.lease] = reply
 
     def _ledger_took(self, top: Any, message: Any, reply: Any, before: str) -> None:
         ledger = self.spec.ledger
@@ -376,6 +405,8 @@ class Account:
         self._share(region)
         if isinstance(message, Welcome):
             assert reply == 0 or self.copied, "acknowledged updates are lost"
+        if isinstance(message, Lease):
+            self.given[region.name, message.lease] = message
         if isinstance(message, LiftQuarantine):
             self.strikes[message.member] = 0
         if isinstance(message, UpdatePart) and reply:
@@ -439,7 +470,8 @@ class Account:
         for sent in update.deltas:
             assert (region, sent.chunk) not in self.flying, f"fragment {sent.chunk} is sent before it was answered"
             self.flying.add((region, sent.chunk))
-        for lease in [self.spec.ledger.leases[number] for number in update.contains]:
+        self.within[region, update.fragment, update.sequence] = [self.given[region, n] for n in update.contains]
+        for lease in self.within[region, update.fragment, update.sequence]:
             assert (lease.worker, update.fragment, lease.job) in self.taken, f"{lease} is said to be in {update}"
 
     def _check_norms(self, server: Any, part: UpdatePart) -> None:

@@ -23,7 +23,7 @@ from geotrain.outer.messages import Lease, update_id
 from tests.simulation.account import STEP
 from tests.simulation.network import site
 from tests.simulation.worker import HOME, REGIONS
-from tests.simulation.world import World, durable, operate
+from tests.simulation.world import DISK_LOST, World, durable, operate
 
 MEMORY = Path("/dev/shm")  # where there is one, files of a life cost no disk
 SAMPLES = (12, 24, 36)  # of a run: whole rounds
@@ -51,6 +51,8 @@ async def dies(world: World) -> None:
     for name in dead:
         await asyncio.sleep(world.random.choice([0.1, 0.1, 1.0, 5.0, 40.0, 90.0]))
         world.start(name)
+    if GLOBAL in world.account.older:  # its copy may be of while the run was paused
+        await _until_heard(world, "resume")
 
 
 async def dies_half_way(world: World, times: int = 3) -> None:
@@ -240,15 +242,27 @@ def violations(world: World) -> list[str]:
     samples = world.run_config.data.train_samples
     skipped = set(range(4, 8)) if world.run_config.data.skip else set()  # whole steps
     aside = {sample for sample, place in enumerate(world.account.spec.ledger.place) if place == "aside"}
-    if world.account.copied and leases.pool:  # a shard's disk was lost when its workers had left
-        return found
+    if GLOBAL in world.account.older:
+        aside = {sample for first, many in leases.aside for sample in range(first, first + many)}
+    granted = [
+        (at_s, set(range(w.start, w.start + w.samples))) for at_s, _, w in world.record if isinstance(w, Lease)
+    ]
+    lost_s = max([at_s for at_s, name, what in world.record if (name, what) == (GLOBAL, DISK_LOST)], default=0.0)
+    before = set().union(*[those for at_s, those in granted if at_s < lost_s])
+    if (world.account.copied and leases.pool) or before | aside | skipped == set(range(samples)):
+        return found  # a disk was lost when the workers had left
     if leases.committed_samples + len(aside) != samples or leases.open or leases.pool:
         found.append(
             f"{leases.committed_samples} of {samples} samples are committed; out: {leases.open} {leases.pool}"
         )
-    trained = {(w.start + i) for _, _, w in world.record if isinstance(w, Lease) for i in range(w.samples)}
+    trained = set().union(*[those for _, those in granted])
     if trained & skipped or trained | aside != set(range(samples)):
         found.append(f"samples that nobody should train, or nobody did: {sorted(trained ^ set(range(samples)))}")
+    contained = [lease for lease, fragments in world.account.reached.items() if len(fragments) == len(top.server.all)]
+    whole = set().union(*[range(lease.start, lease.start + lease.samples) for lease in contained])
+    if not world.account.copied and whole | aside != set(range(samples)):
+        missing = sorted(set(range(samples)) - aside - whole)
+        found.append(f"samples count as trained, and the weights contain no training of them: {missing}")
     if not top.server.ending:
         found.append("the run has ended, and others might join still")
     return found
@@ -275,7 +289,7 @@ def settings_of(seed: int) -> dict[str, Any]:
         "down": codec_config(drawn.choice(["fp32", "bf16", "int4"])),
         "shards": shards,
         "pieces": drawn.choice([1, 2]) if shards else 1,
-        "copies": bool(shards) and drawn.random() < 0.5,
+        "copies": drawn.random() < 0.5 if shards else seed % 7 == 3,
     }
     if rule != "sync":
         drawn_settings |= {"updates_per_send": drawn.randint(1, 3), "lease_reserve": drawn.choice([0, 0, 1, 2])}

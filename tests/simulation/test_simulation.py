@@ -79,6 +79,24 @@ def test_a_worker_whose_region_has_lost_its_disk_begins_anew_at_once(monkeypatch
         assert violations(world) == [] and world.loop.now_s < 120.0
 
 
+async def loses_copied_disks(world: World) -> None:
+    """All servers of the site's ledgers, one after another, each with more that its copy lacks."""
+    for name in [GLOBAL, "eu"] if "eu.shard-0" in world.processes else [GLOBAL]:
+        await asyncio.sleep(world.random.uniform(2.0, 15.0))
+        if world.kill(name):
+            world.lose_disk(name)
+            await asyncio.sleep(world.random.choice([0.1, 5.0, 40.0]))
+            world.start(name)
+
+
+# The first finds members that a ledger has forgotten counted among those that take part, the second a goodbye that
+# waits for facts which are lost. The last are of servers of one process.
+@pytest.mark.parametrize("seed", [4, 66, 21, 45, 52, 59])
+def test_what_a_ledger_came_back_without_is_trained_all_the_same(seed: int) -> None:
+    world = live(seed, loses_copied_disks)
+    assert violations(world) == [] and world.account.older
+
+
 @pytest.mark.parametrize(("server", "away_s"), [("eu", 100.0), (GLOBAL, 300.0)])
 def test_who_calls_while_a_shard_is_missing_is_not_taken_for_dead(server: str, away_s: float) -> None:
     """However long that is: nobody can send anything meanwhile, so nobody counts as one that hangs."""

@@ -33,7 +33,7 @@ from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.storage.recovery import Recovered, restarted
 from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore
 from geotrain.net.transport import rpc, wire
-from geotrain.outer.events import Event
+from geotrain.outer.events import Event, Left
 from geotrain.outer.messages import Refused
 from geotrain.outer.server.server import Server
 from geotrain.parameters.parameter_map import parameter_map_of
@@ -300,25 +300,26 @@ class World:
                 process.expected["state"]["sent"][member] = ANY
 
     def lose_disk(self, name: str) -> None:
-        """Let a dead process find nothing of its own: a region of one process, which begins anew, or a shard, which
-        comes back from its newest copy. Without a copy a region's begins anew, and a global one would be refused."""
+        """Let a dead process find nothing of its own: it comes back from its newest copy. Without a copy a region's
+        begins anew, and a global one would be refused."""
         process, (server, _, shard) = self.processes[name], name.partition(".shard-")
-        copies = (
-            ServerSetup(self.run_config, self.cluster, server, self.folder, int(shard)).copies() if shard else None
-        )
-        whole = copies.own.whole() if copies else []
-        if shard_name(name, 0) in self.processes or (server == GLOBAL and not whole):
-            return
-        rule, mirrored = self.run_config.outer.rule, self.run_config.checkpoint.snapshots is not None
-        if getattr(rule, "answers", "") == "wait" and mirrored and not shard:
+        setup = ServerSetup(self.run_config, self.cluster, server, self.folder, int(shard) if shard else None)
+        copies = setup.copies()
+        ledger = shard_name(name, 0) in self.processes
+        whole = copies.own.whole() if copies and (shard or ledger or server == GLOBAL) else []
+        goodbyes = any(isinstance(what, Left) for _, name, what in self.record if name == GLOBAL)
+        if (ledger or server == GLOBAL) and (not whole or (goodbyes and not shard)):
+            return  # it would be refused, or wait for those that have ended
+        rule = self.run_config.outer.rule
+        if getattr(rule, "answers", "") == "wait" and copies and not (shard or ledger):
             return  # it comes back from its copy with what waits to go up, of which the account would know nothing
         assert process.folder is not None
         shutil.rmtree(process.folder, ignore_errors=True)
         process.expected = process.kept[whole[-1]] if whole else None
-        if shard:
+        if shard or ledger or server == GLOBAL:
             self.account.restores(name, whole[-1] if whole else "")
         else:
-            if self.run_config.checkpoint.snapshots is not None:  # its copies are gone, too
+            if copies:  # its copies are gone, too
                 shutil.rmtree(self.folder / "copies" / self.run_config.name / name, ignore_errors=True)
             self.account.begins(name)
             self.account.spec.region_forgets(name, range(len(self.account.parameter_map.fragments)))
@@ -371,8 +372,10 @@ class World:
 
         def new_checkpoint_id() -> str:
             checkpoint_id = draw()
-            if server.part.shard is not None:
-                process.kept[checkpoint_id] = durable(restarted_copy(self, server))
+            if server.part.shard is not None or self.run_config.checkpoint.snapshots is not None:
+                copied = restarted_copy(self, server)
+                copied.comes_from_copy()
+                process.kept[checkpoint_id] = durable(copied)
                 self.account.keeps(process.name, server, checkpoint_id)
             return checkpoint_id
 
@@ -404,6 +407,7 @@ class World:
             rounds = self.run_config.outer.rule.synchronous
             lost = any(site(who) == HOME[name] and what == DISK_LOST for _, who, what in self.record)
             expected = ["others got its data", *["this server's state was lost"] * (lost or rounds)]
+            expected += ["its region's server came back from an older state"] * lost
             shut_out = name in self.struck or any(each in str(error) for each in expected)
             again = isinstance(error, Refused) and shut_out
             missed = name in self.disturbed and "the run has ended here" in str(error)

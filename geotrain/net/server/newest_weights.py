@@ -28,7 +28,7 @@ from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
 
 log = logging.getLogger(__name__)
 # What a journal holds behind the last snapshot of a run's end.
-CHANGE_NOTHING = Join, recovery.Restarted, recovery.Stopped, recovery.Dismissed
+CHANGE_NOTHING = Join, recovery.Restarted, recovery.Older, recovery.Stopped, recovery.Dismissed
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,11 @@ class Restarted:
 
 
 @dataclass(frozen=True)
+class Older:
+    """Marks, in a server's journal, where its state came from a copy: what it did since that was made is lost."""
+
+
+@dataclass(frozen=True)
 class Stopped:
     """Marks, in a server's journal, where its process ended in good order, and with it all who took part."""
 
@@ -59,7 +64,7 @@ class Dismissed:
     shard: int
 
 
-KINDS = (Restarted, Stopped, StillJoined, Dismissed, *typing.get_args(Message))
+KINDS = (Restarted, Older, Stopped, StillJoined, Dismissed, *typing.get_args(Message))
 
 
 @dataclass
@@ -135,6 +140,8 @@ def recover(
             match message:
                 case Restarted(settings):
                     server = restarted(partial(built, bytes(settings).decode() or server.settings), server)
+                case Older():
+                    server.comes_from_copy()
                 case Stopped():
                     end_incarnations(server)
                 case StillJoined(join):
@@ -151,6 +158,9 @@ def recover(
         before, now = server.settings, build().settings
         server = restarted(built, server) if replayed or before != now else server
         journal.append(Restarted(b"" if before == now else now.encode()))
+        if snapshot is not None and snapshot.copied:
+            journal.append(Older())
+            server.comes_from_copy()
         journal.flush()
     if journal.cut is not None:
         faults.append(journal.cut)

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -297,7 +298,7 @@ def newest_snapshot(
             faults.append(
                 f"{store.folder}: has no whole snapshot {number}; it came from {mirror.url}/{checkpoint_id}"
             )
-            return store.load(number), faults
+            return replace(store.load(number), copied=newest is None), faults
     return newest, faults
 
 
@@ -405,6 +406,7 @@ async def beside(call: Callable[[], T]) -> T:
     hold it up.
     """
     done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # the call goes on though nobody awaits it any more
 
     def run() -> None:
         try:

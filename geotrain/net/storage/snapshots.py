@@ -94,6 +94,7 @@ class Snapshot:
     number: int
     tensors: dict[str, Tensor]
     meta: dict[str, Any]
+    copied: bool = False  # it came from a copy, as the disk had none
 
 
 class SnapshotStore:

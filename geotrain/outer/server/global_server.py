@@ -50,6 +50,7 @@ from geotrain.outer.server.server import Server
 from geotrain.outer.server.validations import Validations
 from geotrain.parameters.parameter_map import ParameterMap
 
+LOST_LEASES = 1 << 20  # more than are granted between the copy of a snapshot and the loss of the disk
 MOST_SHOWN = 64  # ranges that are set aside, in the status
 STEERED = "paused", "stopping", "closed"  # attributes that a snapshot keeps as they are
 
@@ -238,6 +239,10 @@ class GlobalServer(Server):
                 self.lease_table.dismissed.pop(worker, None)
         return welcome
 
+    def comes_from_copy(self) -> None:
+        # Regions, and facts of shards, may name leases that were granted since the copy was made.
+        self.lease_table.next_lease += LOST_LEASES
+
     def holds(self, name: str) -> dict[int, Lease]:
         return self.lease_table.held_by(self._workers_of[name])
 
@@ -248,6 +253,7 @@ class GlobalServer(Server):
         # Others get what is out, whoever trains it on: how much of it is trained is not known.
         self.lease_table.release(tuple(self.lease_table.open))
         self.lease_table.forget_returned(self._member_of)
+        self.comes_from_copy()  # or from a backup, of which only this tells
 
     def give_up(self, name: str, leases: Collection[int]) -> None:
         self._note_aside(self.lease_table.fail(leases))

@@ -30,9 +30,10 @@ class MemberEvent(Enum):
 
 
 _NEW, _PRESENT, _SILENT, _LEFT, _DONE, _STOPPED, _LOST = MemberPhase
-# MemberPhase → the next one, for the events in the order of `MemberEvent`. None: cannot happen.
-_NEXT: dict[MemberPhase, tuple[MemberPhase | None, ...]] = {
-    _NEW: (_PRESENT, None, _NEW, _LEFT, _LEFT, _NEW, _NEW),
+# MemberPhase → the next one, for the events in the order of `MemberEvent`. A ledger that came back from a copy older
+# than its shards hears from them of updates of who has never joined it: that does not make a member.
+_NEXT: dict[MemberPhase, tuple[MemberPhase, ...]] = {
+    _NEW: (_PRESENT, _NEW, _NEW, _LEFT, _LEFT, _NEW, _NEW),
     _PRESENT: (_PRESENT, _PRESENT, _SILENT, _LEFT, _DONE, _STOPPED, _PRESENT),
     _SILENT: (_PRESENT, _PRESENT, _SILENT, _LEFT, _LEFT, _LOST, _SILENT),
     _LEFT: (_PRESENT, _LEFT, _LEFT, _LEFT, _LEFT, _LEFT, _STOPPED),
@@ -41,8 +42,5 @@ _NEXT: dict[MemberPhase, tuple[MemberPhase | None, ...]] = {
     _LOST: (_PRESENT, _PRESENT, _LOST, _LEFT, _LEFT, _LOST, _LOST),
 }
 TRANSITIONS = {
-    (phase, event): after
-    for phase, row in _NEXT.items()
-    for event, after in zip(MemberEvent, row, strict=True)
-    if after is not None
+    (phase, event): after for phase, row in _NEXT.items() for event, after in zip(MemberEvent, row, strict=True)
 }

@@ -14,6 +14,7 @@ from geotrain.parameters.parameter_map import ParameterMapError
 JOIN_RETRY_S = 0.5
 MOST_FACTS = 256  # that a shard says at once
 MOST_UNSAID = 8192  # that it keeps for its ledger
+UNHEARD = 1 << 53  # a count of updates of which facts are lost: more than any
 OF_MEMBER = "applied", "contained", "refused"  # facts
 OF_FRAGMENT = "applied", "contained", "up", "lost"
 PHASES = {phase.value for phase in MemberPhase}

@@ -51,7 +51,7 @@ from geotrain.outer.server.core import Core
 from geotrain.outer.server.intake import Intake
 from geotrain.outer.server.member import check_identity
 from geotrain.outer.server.membership import Leases, Membership
-from geotrain.outer.server.parts import OF_MEMBER, WHOLE, ServerPart
+from geotrain.outer.server.parts import OF_MEMBER, UNHEARD, WHOLE, ServerPart
 from geotrain.outer.server.store import Store
 from geotrain.parameters.parameter_map import ParameterMap
 
@@ -233,6 +233,9 @@ class Server(ABC):
         here = tuple(self.incarnation if number in self.numbers else "" for number in self.all)
         return Welcome(sequences, self.membership.next_job(join.member), here, tuple(self.versions), self.origin)
 
+    def comes_from_copy(self) -> None:  # noqa: B027
+        """Begin from a state of before this server lost its disk: what it did after that nobody knows here."""
+
     # -- between the ledger and shards
 
     def stand(self) -> Standing:
@@ -278,6 +281,9 @@ class Server(ABC):
         numbers = known.check(said)
         if lost := known.lost(said):
             self._events.append(FactsLost(said.shard, lost))
+            # How far members are there nobody knows: none waits with its goodbye until that is heard.
+            for own in [member.fragments[number] for member in self.members.values() for number in numbers]:
+                own.sequence = UNHEARD
         for number, version in zip(numbers, said.versions, strict=True):
             self.fragments.setdefault(number, Counts()).version = version
         for fact in known.new_facts(said):
