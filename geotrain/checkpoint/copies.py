@@ -28,15 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from geotrain.checkpoint.folders import (
-    CheckpointError,
-    CheckpointFolder,
-    finish,
-    known,
-    manifests,
-    prepare,
-    sealed,
-)
+from geotrain.checkpoint.folders import CheckpointError, CheckpointFolder, finish, known, manifests, prepare, sealed
 from geotrain.common.files import make_folder, sync
 from geotrain.config import RunConfig
 from geotrain.monitor.events import Trouble

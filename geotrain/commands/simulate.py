@@ -7,15 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from geotrain.config import (
-    ClusterConfig,
-    ConfigError,
-    OuterConfig,
-    RunConfig,
-    load_cluster,
-    load_run,
-    parse,
-)
+from geotrain.config import ClusterConfig, ConfigError, OuterConfig, RunConfig, load_cluster, load_run, parse
 from geotrain.parameters.parameter_map import active_parameter_count
 from geotrain.plan.model.server_rates import MEASURED, ServerRates
 from geotrain.plan.predict import predict

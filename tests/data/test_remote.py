@@ -201,6 +201,9 @@ def test_what_comes_damaged_is_told_and_a_file_of_another_length_is_refused(
     monkeypatch.setattr(remote, "FETCH_DEADLINE_S", 0.2)
     with pytest.raises(DataError, match=r"train\.bin: .*bytes from 262144 on do not match their checksum"):
         tokens[BLOCK_BYTES // 2 : BLOCK_BYTES // 2 + 10]
+    (other / "train.bin").write_bytes(content[: BLOCK_BYTES + 8])  # while it is read
+    with pytest.raises(DataError, match=r"train\.bin: .*8 bytes came where"):
+        tokens[BLOCK_BYTES // 2 : BLOCK_BYTES // 2 + 10]
     (other / "train.bin").write_bytes(content[:-2])
     with pytest.raises(DataError, match=r"train\.bin: has \d+ bytes, its manifest states"):
         opened(f"file://{other}/train", BlockCache(tmp_path / "cache", 1))

@@ -25,7 +25,7 @@ WHOLE = pytest.mark.long("kernels")
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("every", [12, pytest.param(1, marks=WHOLE)])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=WHOLE)])
 def test_under_the_interpreter(every):
     # the variable is read when a kernel is defined, so this needs a process of its own
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

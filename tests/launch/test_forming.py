@@ -140,6 +140,8 @@ def test_a_cordoned_host_is_left_at_a_jobs_end_and_at_a_launch(tmp_path: Path) -
     assert hosts(again) == ["b"] and "without a: cordoned: a fan is loud" in again.events[0].why  # type: ignore[attr-defined]
     cordon(tmp_path, "a", None)
     assert asked_to_end(again) and started_again(again) == ["a", "b"]
+    cordon(tmp_path, "b", "a disk is slow")  # and the worker ends by itself
+    assert started_again(again) == ["a"]
     with ThreadPoolExecutor(8) as pool:  # an operator's and a launcher's at once
         deque(pool.map(lambda host: cordon(tmp_path, host, "again"), [*HOSTS[2:], *"efgh", *HOSTS[:2]]), maxlen=0)
     assert cordoned(tmp_path) == dict.fromkeys("abcdefgh", "again")

@@ -12,6 +12,7 @@ import pytest
 from geotrain.commands.probe import probe, updated
 from geotrain.commands.probe_step import MICRO_BATCHES, reduced
 from geotrain.config import ClusterConfig, ConfigError, load_cluster, load_run, parse
+from geotrain.emulate import wan
 from geotrain.net.transport.authority import make_certificates
 from geotrain.net.transport.certs import CertificateError
 from geotrain.net.transport.link_probe import Limits, ProbeError, Way
@@ -49,6 +50,12 @@ def test_only_the_figures_change() -> None:
     expected["devices"]["cpu"]["efficiency"] = 0.25
     assert changed == expected
     parse(ClusterConfig, changed, "t")
+
+
+def test_links_that_cannot_be_emulated_are_not_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wan, "cannot_emulate", lambda: "network namespaces need root")
+    with pytest.raises(ConfigError, match="which cannot be here: network namespaces need root"):
+        probe(cluster_file(tmp_path, emulate_links=True), None, SHORT, print)
 
 
 def test_every_pair_over_tls(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_garbage_changes_nothing(make):
 
     codes = cluster.loop.do(attack())
     assert grpc.StatusCode.UNKNOWN not in codes  # a handler that crashed
-    assert codes & {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DATA_LOSS}
+    assert codes >= {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DATA_LOSS}
     assert not region.server_thread.failure.done()
     after, meta_after = region.server.state()
     assert meta == meta_after and all(torch.equal(before[name], t) for name, t in after.items())

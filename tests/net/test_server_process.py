@@ -227,31 +227,3 @@ def test_what_a_server_says_and_does_without_workers(site):
 
     code, said = site.serve("global").ended()
     assert code == 1 and "holds the state of a run already; resume it, or choose another folder" in said
-
-
-def test_snapshots_go_by_the_time_and_not_by_the_number_of_fragments(tmp_path):
-    """However many fragments a model has, only where something has changed, and also where nobody says more."""
-    for minutes, many in ((0.01, True), (3.0, False)):
-        (folder := tmp_path / str(minutes)).mkdir()
-        made = Site(folder, every_minutes=minutes)
-        servers = [made.serve("global"), made.serve("eu")]
-
-        def taken(made: Site = made) -> list[float]:
-            return [event["time_s"] for event in made.events("global") if event["event"] == "SnapshotWritten"]
-
-        for job in (1, 2, 3):
-            work(made, 1, f"life-{job}")
-            wait_for(lambda job=job, many=many: len(taken()) > job or not many, failure_detector.WORKER_SILENT_S / 2)
-        last_s = made.events("eu")[-1]["time_s"]
-        # It ends by itself: several times the interval, and minutes, no seconds.
-        wait_for(lambda last_s=last_s: time.time() > max(*taken(), last_s) + 4.0)
-        work(made, 1, "life-4")
-        assert made.updates() >= 6
-        for server in servers:
-            server.send(signal.SIGTERM)
-            assert server.ended()[0] == 0
-        assert many or len(taken()) == 2  # of the beginning and the end
-    region = made.serve("eu", resume=True)  # a region stops also while the global server is away
-    wait_for((folder / "eu" / "listening.json").exists)
-    region.send(signal.SIGTERM)
-    assert region.ended() == (0, "")

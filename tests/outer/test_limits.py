@@ -14,22 +14,9 @@ from hypothesis import strategies as st
 from geotrain.config import LimitsConfig, codec_config
 from geotrain.kernels.payload_format import FORMATS
 from geotrain.outer.codec import CodecError, make_codec
-from geotrain.outer.messages import (
-    Lease,
-    LeaseRequest,
-    Refused,
-)
+from geotrain.outer.messages import Lease, LeaseRequest, Refused
 from geotrain.outer.server.limits import LEAST_DEVIATION, MEMORY, MOST_MEMORY, NORMAL, PEAK, NormLimits, norm
-from tests.support.outer_world import (
-    FakeWorker,
-    World,
-    config,
-    flat,
-    halves,
-    make,
-    random_deltas,
-    whole,
-)
+from tests.support.outer_world import FakeWorker, World, config, flat, halves, make, random_deltas, whole
 
 sizes = st.floats(1e-6, 1e6)
 

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 from geotrain.config import ClusterConfig, ConfigError
-from geotrain.parallelism import local_parameters
-from geotrain.plan import layouts
 from geotrain.plan.choice import effective, frontier, on_spot, usd_per_hour
 from geotrain.plan.grouping import Groups, form_workers, speed
 from geotrain.plan.inventory import PlanError
@@ -127,6 +125,7 @@ def test_the_fastest_of_so_many_workers_are_kept() -> None:
     assert set(two.workers) == {"a-0", "c-0"}
 
 
+@pytest.mark.long("geotrain/plan")
 @pytest.mark.parametrize(("tokens", "kinds"), [(1e10, "a100 h100 h200"), (1.6e11, "a100 h100 h200 l40s")])
 def test_stale_workers_are_taken_where_their_tokens_are_worth_their_loss(tokens: float, kinds: str) -> None:
     """Before, eight L40S whose updates are 40 versions old were part of every plan."""
@@ -210,27 +209,3 @@ def test_a_kind_too_small_for_the_model_joins_another_of_its_region() -> None:
     assert plan.prediction.tokens_per_s > 1.2 * alone.prediction.tokens_per_s
     with pytest.raises(PlanError):
         planned(small_run(), inventory({"a": [(1, "little")]}, little=small))
-
-
-def test_a_plan_for_a_thousand_accelerators_asks_for_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its processor time is that of these calls: 3,687 listings of parameters and 3,968 layouts before."""
-    from benchmarks.planner.placements import many_regions
-
-    counted = {"parameters": 0, "evaluated": 0}
-
-    def counting(name: str, call: Any) -> Any:
-        def counts(*args: Any) -> Any:
-            counted[name] += 1
-            return call(*args)
-
-        return counts
-
-    local_parameters._of_first.cache_clear()
-    monkeypatch.setattr(
-        local_parameters, "local_parameters", counting("parameters", local_parameters.local_parameters)
-    )
-    monkeypatch.setattr(layouts, "evaluated", counting("evaluated", layouts.evaluated))
-    plan = planned(run_of("llama-70b"), many_regions())
-    holds(plan)
-    assert counted["evaluated"] < 1100, "like hosts of eight regions are of two kinds"
-    assert counted["parameters"] < 150

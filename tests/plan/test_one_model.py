@@ -107,6 +107,7 @@ def test_encrypted_links_cost_servers_time() -> None:
     assert encrypted - plain == pytest.approx(4 * numel * MEASURED.of_byte["tls"] / 1e9)
 
 
+@WHOLE
 def test_a_long_run_goes_on_as_its_middle_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan_command.plan(ROOT / "configs/runs/8b.json", WORLD, tmp_path / "planned")
     files = load_run(tmp_path / "planned/run.json"), load_cluster(tmp_path / "planned/cluster.json")

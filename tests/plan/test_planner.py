@@ -25,6 +25,7 @@ from geotrain.plan.spanning import effort, link_tables, placement_problem, shape
 from tests.support.plan_cases import MODEL, changed, holds, inventory, planned, run_of, small_run, task, world
 
 
+@pytest.mark.long("geotrain/plan")
 def test_the_world_inventory() -> None:
     plan = planned(run_of("llama-8b"), world(), tokens=1.6e11)
     holds(plan)

@@ -68,6 +68,7 @@ def states() -> str:
     return found.hexdigest()
 
 
+@pytest.mark.long("geotrain/outer", "tests/scenarios")
 def test_no_state_depends_on_the_order_of_a_set() -> None:
     """Which differs from process to process: a snapshot would differ from what a replay gives, and what is dropped
     first as the oldest would be another."""

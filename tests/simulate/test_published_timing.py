@@ -13,6 +13,7 @@ from geotrain.simulate.world import VirtualWorld, timing_task
 ENVIRONMENT = load_environment(HALOS)
 
 # HALoS (arXiv 2506.04531), Pythia-70M, 12.9 B tokens: hours of an event replay of the published settings.
+WHOLE = pytest.mark.long("geotrain/simulate", "geotrain/outer/rules")
 HOURS = {
     "data-parallel": 60.2,
     "diloco": 5.22,
@@ -28,7 +29,7 @@ def test_the_environment_is_the_published_one():
     assert ENVIRONMENT.ring_gbps == 0.127
 
 
-@pytest.mark.parametrize("method", HOURS)
+@pytest.mark.parametrize("method", [pytest.param(m, marks=[] if m == "halos" else WHOLE) for m in HOURS])
 def test_hours_of_the_published_environment(method):
     outer = load_run(ROOT / f"configs/runs/baselines/{method}.json").outer
     workers = 16 if method == "data-parallel" else 1  # data parallelism: one worker whose step is everyone's

@@ -80,9 +80,7 @@ class Account:
         self.asked: dict[str, int] = {}  # worker → last job that its incarnation has asked for
         self.held: set[int] = set()  # leases that regions have for their workers
         self.trained: set[int] = set()  # those that updates have brought to their regions
-        self.contained: defaultdict[int, set[int]] = defaultdict(
-            set
-        )  # lease → fragments of its region that contain it
+        self.contained: defaultdict[int, set[int]] = defaultdict(set)  # lease → its region's fragments with it
         # Process → each update that it has applied: member, fragment, sequence. It may have lost some with its disk.
         self.applied: defaultdict[str, Counter[tuple[str, int, int]]] = defaultdict(Counter)
         self.ever: set[tuple[str, str, int, int]] = set()  # server, and the same of it

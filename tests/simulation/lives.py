@@ -7,6 +7,7 @@ import hashlib
 import random
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -18,12 +19,13 @@ from grpc import aio
 from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
 from geotrain.config.outer import OverlapConfig
+from geotrain.monitor.events import SnapshotWritten
 from geotrain.outer.events import Joined, UpdateStage
 from geotrain.outer.messages import Lease, update_id
 from tests.simulation.account import STEP
 from tests.simulation.network import site
 from tests.simulation.worker import HOME, REGIONS
-from tests.simulation.world import DISK_LOST, World, durable, operate
+from tests.simulation.world import DISK_LOST, EVERY_S, World, durable, operate
 
 MEMORY = Path("/dev/shm")  # where there is one, files of a life cost no disk
 SAMPLES = (12, 24, 36)  # of a run: whole rounds
@@ -263,6 +265,9 @@ def violations(world: World) -> list[str]:
     if not world.account.copied and whole | aside != set(range(samples)):
         missing = sorted(set(range(samples)) - aside - whole)
         found.append(f"samples count as trained, and the weights contain no training of them: {missing}")
+    snapshots = Counter(name for _, name, what in world.record if isinstance(what, SnapshotWritten))
+    if any(many > world.loop.now_s / EVERY_S + 20 for many in snapshots.values()):  # also at starts, and as is asked
+        found.append(f"many snapshots in {world.loop.now_s} s: {snapshots}")
     if not top.server.ending:
         found.append("the run has ended, and others might join still")
     return found

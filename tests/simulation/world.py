@@ -44,6 +44,7 @@ from tests.simulation.worker import HOME, REGIONS, SimulatedWorker
 from tests.support.net_worlds import TINY, outer
 
 DISK_LOST = "loses its disk"
+EVERY_S = 12.0  # between snapshots
 SHARDS = 2  # of a server that has some in processes of their own
 LEAVE_S = 300.0  # after the global server's end, those who were never disturbed have ended within this time
 SKIPPED = 5, 6  # samples that the run file skips, in steps of two
@@ -71,7 +72,7 @@ def _configs(
         | ({"rampup_batch_size": ramp} if ramp else {}),
         "deepspeed": {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2},
         "outer": outer(rule, limits=LIMITS, fragments=cut, **settings).model_dump(by_alias=True, mode="json"),
-        "checkpoint": {"every_minutes": 0.2, "keep": keep},
+        "checkpoint": {"every_minutes": EVERY_S / 60, "keep": keep},
         "monitor": {"enabled": False},
     }
     host, ports = [{"host": "localhost", "slots": 1}], itertools.count(101)

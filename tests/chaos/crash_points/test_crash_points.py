@@ -17,7 +17,7 @@ WHOLE = pytest.mark.long("tests/chaos/crash_points", "geotrain/checkpoint", "geo
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("points", [24, pytest.param(400, marks=WHOLE)])
+@pytest.mark.parametrize("points", [12, pytest.param(400, marks=WHOLE)])
 def test_nothing_acknowledged_is_lost_at_any_call_that_changes_a_file(
     points: int, request: pytest.FixtureRequest
 ) -> None:
