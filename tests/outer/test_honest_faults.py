@@ -12,24 +12,8 @@ import torch
 from geotrain.config import codec_config
 from geotrain.outer.codec import CodecError, make_codec
 from geotrain.outer.events import StartedOver
-from geotrain.outer.messages import (
-    DataGone,
-    Finished,
-    LeaseRequest,
-    MemberSilent,
-    Recall,
-    Release,
-    UpdateRejected,
-)
-from tests.support.outer_world import (
-    FakeWorker,
-    World,
-    config,
-    flat,
-    make,
-    random_deltas,
-    whole,
-)
+from geotrain.outer.messages import DataGone, Finished, LeaseRequest, MemberSilent, Recall, Release, UpdateRejected
+from tests.support.outer_world import FakeWorker, World, config, flat, make, random_deltas, whole
 from tests.support.outer_world import parameter_map as toy
 
 

@@ -20,6 +20,15 @@ from tests.support.outer_world import config
 RAMP = 1, 1, 30  # ten steps of one sample, five of two, four of three; then sixteen of four: 35 steps
 
 
+def test_what_a_copy_contains_is_not_handed_out_again() -> None:
+    table = LeaseTable(12, 4, 1, fragments=2, may_go_back=True)
+    first, second = (table.grant(LeaseRequest("a", job)) for job in (1, 2))
+    assert isinstance(first, Lease) and isinstance(second, Lease)
+    for version, lease in ((4, first), (5, second)):
+        assert [table.contain((lease.lease,), fragment, version) for fragment in (0, 1)] == [0, 4]
+    assert table.go_back({0: 4}) == 4 and table.pool == [(4, 4)] and table.committed_samples == 4
+
+
 @given(st.lists(st.sampled_from(["grant", "commit", "die"]), max_size=40), st.integers(0, 40))
 def test_after_a_rollback_nothing_is_trained_that_came_since(events, at):
     """What the older table had committed stays so; what the newer one had handed out beside it is set aside."""

@@ -34,10 +34,11 @@ def formed(folder: Path, *left: HostConfig, of: tuple[HostConfig, ...], memory_g
 
 def test_a_step_has_as_many_samples_on_fewer_hosts(tmp_path: Path) -> None:
     every = hosts("a", "b", "c", "d")
-    for left in (every[:1], every[1:], every[2:], [HostConfig(host="e", slots=3)]):
+    for left, ranks in ((every[:1], 2), (every[1:], 4), (every[2:], 4), ([HostConfig(host="e", slots=3)], 2)):
         setup = formed(tmp_path, *left, of=every)
         replicas = setup.config.ranks // setup.parallel.replica_ranks
         assert {host.host for host in setup.config.hosts} <= {host.host for host in left}
+        assert setup.config.ranks == ranks, "the fastest of those that fit"
         assert BATCH % (replicas * setup.deepspeed["train_micro_batch_size_per_gpu"]) == 0
 
 
