@@ -75,6 +75,11 @@ class Journal:
     def segments(self) -> list[int]:
         return sorted(int(p.stem) for p in self.folder.glob(f"*{SUFFIX}") if p.stem.isdecimal())
 
+    @property
+    def unused(self) -> bool:
+        """Whether no record was ever written in this folder."""
+        return self._number == 0
+
     # -- reading
 
     def replay(self, first_segment: int, is_whole: bool = True) -> Iterator[Any]:

@@ -42,7 +42,8 @@ class Restarted:
 
 @dataclass(frozen=True)
 class Older:
-    """Marks, in a server's journal, where its state came from a copy: what it did since that was made is lost."""
+    """Marks, at the beginning of a server's journal, that its state came from a copy: what it did since that was made
+    is lost."""
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,10 @@ def recover(
     else:
         before, now = server.settings, build().settings
         server = restarted(built, server) if replayed or before != now else server
-        journal.append(Restarted(b"" if before == now else now.encode()))
-        if snapshot is not None and snapshot.copied:
+        if meta is not None and journal.unused:  # first of all, so that a death here does not hide it
             journal.append(Older())
             server.comes_from_copy()
+        journal.append(Restarted(b"" if before == now else now.encode()))
         journal.flush()
     if journal.cut is not None:
         faults.append(journal.cut)

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -298,7 +297,7 @@ def newest_snapshot(
             faults.append(
                 f"{store.folder}: has no whole snapshot {number}; it came from {mirror.url}/{checkpoint_id}"
             )
-            return replace(store.load(number), copied=newest is None), faults
+            return store.load(number), faults
     return newest, faults
 
 

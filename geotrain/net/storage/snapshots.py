@@ -94,7 +94,6 @@ class Snapshot:
     number: int
     tensors: dict[str, Tensor]
     meta: dict[str, Any]
-    copied: bool = False  # it came from a copy, as the disk had none
 
 
 class SnapshotStore:
