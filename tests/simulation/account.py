@@ -96,7 +96,7 @@ class Account:
         self.refusing: dict[str, bool] = {}  # region → whether its next update is refused; False: one was
         # Server, member that is gone, or begins anew and names these leases, until its shards have confirmed that.
         self.waits: dict[tuple[str, str], tuple[int, ...] | None] = {}
-        self.copied = False  # whether a process of the global server came back from a copy
+        self.copied = False  # whether global weights came back from a copy
         self.older: set[str] = set()  # servers whose ledger came back from a copy: where data is, only they know
         self.paused, self.local_steps = False, config.local_steps
         self.updates = 0.0  # of a region in the whole run, for its momentum's decay; 0: as its samples have it
@@ -193,9 +193,9 @@ class Account:
     def restores(self, shard: str, checkpoint_id: str) -> None:
         """A process has lost its disk, and has what that copy of a snapshot has; "": nothing."""
         self.applied.pop(shard, None)
-        self.copied |= shard.startswith(GLOBAL)
         kept = self.kept[shard, checkpoint_id or min(each for of, each in self.kept if of == shard)]
         server, numbers, (reported, known), flying, taken, weights = kept
+        self.copied |= server == GLOBAL and bool(numbers)
         if "shard" not in shard:
             self.older.add(server)
             for i, facts in enumerate(known):
@@ -240,7 +240,7 @@ class Account:
             # Where answers come from the global server, a worker sends nothing while anybody on the way is away.
             waits = bool(self.absent) and getattr(self.config.rule, "answers", "") == "wait"
             # Nobody knows what a lost disk had not reported: only time brings such leases back.
-            expected = begins or waits or self.copied or message.member in self.absent
+            expected = begins or waits or self.copied or self.older or message.member in self.absent
             assert expected, f"{message.member}, who was there, counts as dead"
         if server.name == GLOBAL:
             self._top_took(server, message, handled.reply, before)
@@ -329,7 +329,7 @@ class Account:
         if top.ledger and GLOBAL not in self.older:
             self._ledger_took(top, message, reply, before)
         elif isinstance(reply, Lease):
-            self.spec.ledger.leases[reply.lease] = reply
+            assert self.spec.ledger.leases.setdefault(reply.lease, reply) == reply, "one number, two leases"
 
     def _ledger_took(self, top: Any, message: Any, reply: Any, before: str) -> None:
         ledger = self.spec.ledger

@@ -317,6 +317,8 @@ class World:
         assert process.folder is not None
         shutil.rmtree(process.folder, ignore_errors=True)
         process.expected = process.kept[whole[-1]] if whole else None
+        for region in REGIONS if name == GLOBAL else ():  # it may have forgotten them, and end without them
+            self.disturb(region)
         if shard or ledger or server == GLOBAL:
             self.account.restores(name, whole[-1] if whole else "")
         else:
@@ -376,9 +378,9 @@ class World:
         def new_checkpoint_id() -> str:
             checkpoint_id = draw()
             if server.part.shard is not None or self.run_config.checkpoint.snapshots is not None:
-                copied = restarted_copy(self, server)
-                copied.comes_from_copy()
-                process.kept[checkpoint_id] = durable(copied)
+                process.kept[checkpoint_id] = durable(restarted_copy(self, server))
+                if server.name == GLOBAL:
+                    process.kept[checkpoint_id]["state"]["leases"]["next_lease"] = ANY  # see `Older`
                 self.account.keeps(process.name, server, checkpoint_id)
             return checkpoint_id
 

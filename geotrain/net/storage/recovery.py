@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import typing
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,7 +44,9 @@ class Restarted:
 @dataclass(frozen=True)
 class Older:
     """Marks, at the beginning of a server's journal, that its state came from a copy: what it did since that was made
-    is lost."""
+    is lost. drawn: for `Server.comes_from_copy`."""
+
+    drawn: int
 
 
 @dataclass(frozen=True)
@@ -141,8 +144,8 @@ def recover(
             match message:
                 case Restarted(settings):
                     server = restarted(partial(built, bytes(settings).decode() or server.settings), server)
-                case Older():
-                    server.comes_from_copy()
+                case Older(drawn):
+                    server.comes_from_copy(drawn)
                 case Stopped():
                     end_incarnations(server)
                 case StillJoined(join):
@@ -159,8 +162,9 @@ def recover(
         before, now = server.settings, build().settings
         server = restarted(built, server) if replayed or before != now else server
         if meta is not None and journal.unused:  # first of all, so that a death here does not hide it
-            journal.append(Older())
-            server.comes_from_copy()
+            drawn = uuid.uuid4().int % (1 << 16)
+            journal.append(Older(drawn))
+            server.comes_from_copy(drawn)
         journal.append(Restarted(b"" if before == now else now.encode()))
         journal.flush()
     if journal.cut is not None:

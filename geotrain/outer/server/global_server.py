@@ -239,9 +239,10 @@ class GlobalServer(Server):
                 self.lease_table.dismissed.pop(worker, None)
         return welcome
 
-    def comes_from_copy(self) -> None:
-        # Regions, and facts of shards, may name leases that were granted since the copy was made.
-        self.lease_table.next_lease += LOST_LEASES
+    def comes_from_copy(self, drawn: int) -> None:
+        # Regions, and facts of shards, may name leases that were granted since the copy was made, perhaps by another
+        # life that had begun with it.
+        self.lease_table.next_lease += LOST_LEASES * (1 + drawn)
 
     def holds(self, name: str) -> dict[int, Lease]:
         return self.lease_table.held_by(self._workers_of[name])
@@ -253,7 +254,7 @@ class GlobalServer(Server):
         # Others get what is out, whoever trains it on: how much of it is trained is not known.
         self.lease_table.release(tuple(self.lease_table.open))
         self.lease_table.forget_returned(self._member_of)
-        self.comes_from_copy()  # or from a backup, of which only this tells
+        self.comes_from_copy(0)  # or from a backup, of which nothing else tells
 
     def give_up(self, name: str, leases: Collection[int]) -> None:
         self._note_aside(self.lease_table.fail(leases))

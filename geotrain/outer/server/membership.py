@@ -89,8 +89,8 @@ class Membership:
 
     @property
     def empty(self) -> bool:
-        """Whether every member has joined and left in good order."""
-        return all(member.left for member in self.members.values())
+        """Whether every member has joined and left in good order, and all that shards took from it is known."""
+        return all(member.left for member in self.members.values()) and not self.as_ledger.unsettled
 
     @property
     def idle(self) -> bool:

@@ -233,8 +233,9 @@ class Server(ABC):
         here = tuple(self.incarnation if number in self.numbers else "" for number in self.all)
         return Welcome(sequences, self.membership.next_job(join.member), here, tuple(self.versions), self.origin)
 
-    def comes_from_copy(self) -> None:  # noqa: B027
-        """Begin from a state of before this server lost its disk: what it did after that nobody knows here."""
+    def comes_from_copy(self, drawn: int) -> None:  # noqa: B027
+        """Begin from a state of before this server lost its disk: what it did after that nobody knows here. drawn: a
+        number that differs from one such beginning to the next, below 2¹⁶."""
 
     # -- between the ledger and shards
 
@@ -284,6 +285,8 @@ class Server(ABC):
             # How far members are there nobody knows: none waits with its goodbye until that is heard.
             for own in [member.fragments[number] for member in self.members.values() for number in numbers]:
                 own.sequence = UNHEARD
+            # First: what is said now may name leases of before a backup, whose numbers others have by now.
+            self.membership.leases.facts_lost()
         for number, version in zip(numbers, said.versions, strict=True):
             self.fragments.setdefault(number, Counts()).version = version
         for fact in known.new_facts(said):
@@ -293,8 +296,6 @@ class Server(ABC):
             if fact.what == "applied":
                 self.membership.note_alive(fact.member)
             self._on_fact(fact)
-        if lost:
-            self.membership.leases.facts_lost()
         # Last: leases of who is gone may go only when all that the shard took from it is counted above.
         known.note_seen(said)
         self.membership.settle()

@@ -17,15 +17,7 @@ from typing import Any
 
 import torch
 
-from geotrain.net.storage.recovery import (
-    Dismissed,
-    Older,
-    Restarted,
-    StillJoined,
-    Stopped,
-    end_incarnations,
-    restarted,
-)
+from geotrain.net.storage.recovery import Dismissed, Restarted, StillJoined, Stopped, end_incarnations, restarted
 from geotrain.net.storage.snapshots import Snapshot
 from geotrain.outer.messages import Fact, Facts, Lease, Refused, UpdatePart
 from geotrain.outer.server.leases import LeaseTable
@@ -133,9 +125,9 @@ class Replay:
                 self._compare(*shadow.state(), f"recovery {self.recoveries}")
                 self._shadow = restarted(self.build, shadow)
             self._live_on(restarted(self.build, self.now))
-        elif isinstance(message, Older | Stopped):
+        elif isinstance(message, Stopped):
             for server in both:
-                end_incarnations(server) if isinstance(message, Stopped) else server.comes_from_copy()
+                end_incarnations(server)
         elif isinstance(message, StillJoined):
             for server in both:
                 server.membership.note_joined(message.join)
