@@ -224,10 +224,13 @@ def test_a_server_goes_on_from_the_copy_of_its_snapshot(tmp_path, url):
         want.append({name: t.clone() for name, t in world.top.state()[0].items()})
     world.close()
     shutil.rmtree(tmp_path / GLOBAL)
-    for _ in range(2):  # the second time from its own disk
-        again = recover(partial(world.build, GLOBAL), world.begin, tmp_path / GLOBAL, keep=2, mirror=mirror)
+    numbers = []  # of the next leases: those of a life that is lost as well are given to no other
+    for folder in (tmp_path / "other", tmp_path / GLOBAL, tmp_path / GLOBAL):  # at last from its own disk
+        again = recover(partial(world.build, GLOBAL), world.begin, folder, keep=2, mirror=mirror)
         again.journal.close()
+        numbers.append(again.server.lease_table.next_lease)
         assert same(again.server.state()[0], want[1])
+    assert min(numbers) > 1 << 20 and numbers[0] != numbers[1] == numbers[2]
     assert not same(want[0], want[1])
 
 

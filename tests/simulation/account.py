@@ -88,8 +88,7 @@ class Account:
         self.former: defaultdict[str, list[Fact]] = defaultdict(list)  # before a lost disk, as its ledger knows it
         self.known = Counter[str]()  # shard → how many of them its ledger has taken
         self.kept: dict[tuple[str, str], Any] = {}  # shard, checkpoint id → what it has then
-        # Whatever ledgers say: region, number → the lease as that region had it last; lease → fragments of the global
-        # weights that contain it; and region, fragment, sequence → leases of an update.
+        # Whatever ledgers say: a region's leases; fragments of the global weights that contain them; of updates.
         self.given: dict[tuple[str, int], Lease] = {}
         self.reached: defaultdict[Lease, set[int]] = defaultdict(set)
         self.within: dict[tuple[str, int, int], list[Lease]] = {}
@@ -329,6 +328,7 @@ class Account:
         if top.ledger and GLOBAL not in self.older:
             self._ledger_took(top, message, reply, before)
         elif isinstance(reply, Lease):
+            assert reply.lease > 1 << 20 or reply.lease in self.spec.ledger.leases, "a number of before the loss"
             assert self.spec.ledger.leases.setdefault(reply.lease, reply) == reply, "one number, two leases"
 
     def _ledger_took(self, top: Any, message: Any, reply: Any, before: str) -> None:

@@ -251,7 +251,7 @@ def violations(world: World) -> list[str]:
     ]
     lost_s = max([at_s for at_s, name, what in world.record if (name, what) == (GLOBAL, DISK_LOST)], default=0.0)
     before = set().union(*[those for at_s, those in granted if at_s < lost_s])
-    if (world.account.copied and leases.pool) or before | aside | skipped == set(range(samples)):
+    if (leases.pool and world.account.copied) or (leases.left and before | aside | skipped == set(range(samples))):
         return found  # a disk was lost when the workers had left
     if leases.committed_samples + len(aside) != samples or leases.open or leases.pool:
         found.append(
