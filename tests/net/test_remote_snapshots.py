@@ -228,7 +228,7 @@ def test_a_server_goes_on_from_the_copy_of_its_snapshot(tmp_path, url):
     for folder in (tmp_path / "other", tmp_path / GLOBAL, tmp_path / GLOBAL):  # at last from its own disk
         again = recover(partial(world.build, GLOBAL), world.begin, folder, keep=2, mirror=mirror)
         again.journal.close()
-        numbers.append(again.server.lease_table.next_lease)
+        numbers.append(again.server.state()[1]["leases"]["next_lease"])
         assert same(again.server.state()[0], want[1])
     assert min(numbers) > 1 << 20 and numbers[0] != numbers[1] == numbers[2]
     assert not same(want[0], want[1])
