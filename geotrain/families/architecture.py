@@ -111,7 +111,8 @@ class Architecture:
     rotated_share: of a head's query and key, from its first element on. score_cap, logit_cap: c, where scores of
     attention, or logits, x are c · tanh(x / c); None: they are x. net: what some layers have in place of attention,
     which passes a state from token to token. pattern: each layer's letters (`letters`), where layers differ in more
-    than experts.
+    than experts. predicting: so many of `layers`, the last ones, are no part of what gives the next token's logits:
+    each predicts one token further. predicting_loss: coefficient of the mean of their losses.
     """
 
     model_type: str
@@ -147,6 +148,8 @@ class Architecture:
     score_cap: float | None = None
     logit_cap: float | None = None
     pattern: tuple[str, ...] = ()
+    predicting: int = 0
+    predicting_loss: float = 0.0
 
     def letters(self, layer: int) -> str:
         """Write a layer in Megatron-core's letters: what mixes tokens, `*` attention, `+` latent attention, `M`
@@ -181,10 +184,15 @@ class Architecture:
         return self.local_theta is not None and self.window_of(layer) is not None
 
     @property
+    def decoder_layers(self) -> int:
+        """Layers that give the next token's logits, one after the other."""
+        return self.layers - self.predicting
+
+    @property
     def residual_std(self) -> float:
         """Standard deviation of initial weights that write to the residual stream (GPT-2's): two matrices of a
         layer."""
-        return self.init_std / (2 * self.layers) ** 0.5
+        return self.init_std / (2 * self.decoder_layers) ** 0.5
 
     @property
     def query_dim(self) -> int:

@@ -1,5 +1,6 @@
 """DeepSeek-V3 (arXiv 2412.19437), and what has its shape, as Moonlight: latent attention; dense layers first, then
-such with shared experts and routed ones, which a sigmoid scores and whose load a bias balances that counts move."""
+such with shared experts and routed ones, which a sigmoid scores and whose load a bias balances that counts move; at
+last such that predict further tokens (section 2.2)."""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ from geotrain.families.weights import (
 
 
 class DeepseekV3(Family):
-    """DeepSeek-V3, with two keys of config.json that transformers does not know.
+    """DeepSeek-V3, with keys of config.json that transformers does not know.
 
     aux_loss_alpha: coefficient of each sequence's balancing loss (equation 17). router_bias_update_rate: by which a
-    step moves the bias of each expert (γ of section 2.1.2).
+    step moves the bias of each expert (γ of section 2.1.2). mtp_loss_factor: coefficient of the losses of layers that
+    predict further tokens (λ of equation 25), of which there are num_nextn_predict_layers.
     """
 
     model_type = "deepseek_v3"
@@ -40,7 +42,7 @@ class DeepseekV3(Family):
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
     }
-    idle = frozenset({"ep_size", "num_nextn_predict_layers"})
+    idle = frozenset({"ep_size"})
     ffn_key, count_key, loss_key = "moe_intermediate_size", "n_routed_experts", "aux_loss_alpha"
     positions = 4096
 
@@ -64,7 +66,11 @@ class DeepseekV3(Family):
             value_dim=reading.whole(config, "v_head_dim"),
         )
         reading.must_be(config, {"qk_head_dim": made.head_dim + latent.plain_dim})
-        return replace(made, latent=latent)
+        further = reading.whole(config, "num_nextn_predict_layers", 0, least=0, most=made.layers)
+        if further:
+            reading.must_be(config, {"tie_word_embeddings": False})
+        factor = reading.number(config, "mtp_loss_factor", 0.3)
+        return replace(made, latent=latent, layers=made.layers + further, predicting=further, predicting_loss=factor)
 
     def head_dim(self, config: Mapping[str, Any], hidden: int, heads: int) -> int:
         rotated = reading.whole(config, "qk_rope_head_dim")
@@ -94,8 +100,19 @@ class DeepseekV3(Family):
             "n_shared_experts": experts.shared_ffn_size // a.ffn_size,
             "first_k_dense_replace": experts.dense_layers,
             "rope_interleave": True,
-            "num_nextn_predict_layers": 0,
+            "num_nextn_predict_layers": a.predicting,
+            **({"mtp_loss_factor": a.predicting_loss} if a.predicting else {}),
         }
+
+    def layer(self, a: Architecture, layer: int) -> Iterator[Weight]:
+        if layer < a.decoder_layers:
+            yield from super().layer(a, layer)
+            return
+        for name in ("enorm.weight", "hnorm.weight"):  # of embeddings, and of what the layer before gives
+            yield norm(a, name, a.hidden_size, name)
+        yield matrix("eh_proj.weight", a.hidden_size, 2 * a.hidden_size, "eh_proj.weight", a.init_std)
+        yield from super().layer(a, layer)
+        yield norm(a, "shared_head.norm.weight", a.hidden_size, "final_layernorm.weight")
 
     def attention(self, a: Architecture, layer: int) -> Iterator[Weight]:
         """List the weights of latent attention.
@@ -129,7 +146,7 @@ class DeepseekV3(Family):
 
     def divided(self, a: Architecture) -> dict[str, int]:
         dense = {"intermediate_size": a.mixture.dense_ffn_size} if a.mixture.dense_layers else {}
-        return {**super().divided(a), **dense}
+        return {**super().divided(a), **dense, **({"hidden_size": a.hidden_size} if a.predicting else {})}
 
     def megatron(self, a: Architecture) -> dict[str, Any]:
         latent = a.latent
@@ -201,7 +218,7 @@ def routing_settings(a: Architecture) -> dict[str, Any]:
     return {
         **expert_settings(a),
         "ffn_hidden_size": a.mixture.dense_ffn_size,
-        "moe_layer_freq": [int(a.has_experts(layer)) for layer in range(a.layers)],
+        "moe_layer_freq": [int(a.has_experts(layer)) for layer in range(a.decoder_layers)],
         "moe_router_score_function": "sigmoid",
         "moe_router_pre_softmax": False,
         "moe_router_load_balancing_type": "seq_aux_loss" if a.mixture.aux_loss else "none",

@@ -142,7 +142,7 @@ class Family:
             "vocab_size": a.vocab_size,
             "hidden_size": a.hidden_size,
             self.ffn_key: a.ffn_size,
-            "num_hidden_layers": a.layers,
+            "num_hidden_layers": a.decoder_layers,
             "num_attention_heads": a.heads,
             "num_key_value_heads": a.kv_heads,
             "head_dim": a.head_dim,

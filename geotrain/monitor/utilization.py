@@ -75,10 +75,11 @@ def training_flops_per_token(architecture: Architecture, sequence_length: int) -
 
     That is 6·N + 6·layers·heads·(query_dim + value_dim)·sequence_length. N: the number of parameters; an input
     embedding that is not tied is left out, because it is looked up and not multiplied, and so are experts that a
-    token is not sent to. Recomputation does not count.
+    token is not sent to; the head counts once more for each layer that predicts further tokens. Recomputation does
+    not count.
     """
     a = architecture
-    looked_up = 0 if a.tied_embeddings else a.vocab_size * a.hidden_size
+    looked_up = (int(not a.tied_embeddings) - a.predicting) * a.vocab_size * a.hidden_size
     attention = 6.0 * a.layers * a.heads * (a.query_dim + a.value_dim) * sequence_length
     return 6.0 * (active_parameter_count(a) - looked_up) + attention
 

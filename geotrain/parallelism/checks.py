@@ -148,12 +148,13 @@ def check_layout(
             f"parallel: tensor {tp} × pipeline {pp}{context} = {parallel.replica_ranks} does not divide the worker's "
             f"{ranks} ranks; change parallel.tensor, parallel.pipeline, {key}or the slots of its hosts"
         )
+    stacked = "num_hidden_layers" + (" + num_nextn_predict_layers" if architecture.predicting else "")
     for what, size, parts, key in (
         *(
             (key, size, tp, "tensor")
             for key, size in family_of(architecture.model_type).divided(architecture).items()
         ),
-        *([("num_hidden_layers", architecture.layers, pp, "pipeline")] if parallel.stage_layers is None else []),
+        *([(stacked, architecture.layers, pp, "pipeline")] if parallel.stage_layers is None else []),
     ):
         if size % parts:
             raise ConfigError(
@@ -162,8 +163,13 @@ def check_layout(
             )
     if parallel.stage_layers is not None and (total := sum(parallel.stage_layers)) != architecture.layers:
         raise ConfigError(
-            f"parallel.stage_layers adds up to {total} layers, the model config's num_hidden_layers is "
+            f"parallel.stage_layers adds up to {total} layers, the model config's {stacked} is "
             f"{architecture.layers}; make them equal"
+        )
+    if (held := len(parallel.layers_of(pp - 1, architecture.layers))) <= architecture.predicting:
+        raise ConfigError(
+            f"parallel: the last of {pp} pipeline stages has {held} layers, all of which predict further tokens; "
+            "lower parallel.pipeline, or give it one more by parallel.stage_layers"
         )
     if parallel.sequence and tp == 1:
         raise ConfigError("parallel.sequence = true needs parallel.tensor > 1; set one of the two")

@@ -2,9 +2,9 @@
 
 Megatron-core fuses parameters that Hugging Face keeps apart, and splits what Hugging Face keeps whole; how, each
 family says (`geotrain.families`). A matrix that is split by rows is a run, or several where it alternates with
-others; one that is split by columns is a strided run. With a pipeline, a tied embedding has a second copy on the last
-stage. Expert parallelism deals out whole experts, in their order. A vocabulary that tensor ranks do not divide is
-padded.
+others; one that is split by columns is a strided run. With a pipeline, an embedding that is tied, or looked up by
+layers that predict further tokens, has a second copy on the last stage. Expert parallelism deals out whole experts,
+in their order. A vocabulary that tensor ranks do not divide is padded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LocalParameter:
         the vocabulary. No shard has them, so that they are in no message, checkpoint or export.
     pushes: whether this rank sends its delta. For every element exactly one tensor and pipeline rank does.
     sharded: whether tensor ranks hold different parts of it; otherwise each has a copy.
-    tied_copy: whether it is the second copy of a tied embedding, on the last pipeline stage.
+    tied_copy: whether it is the second copy of the embedding, on the last pipeline stage.
     sums_over_tp: whether each tensor rank computes only a part of its gradient, so that the parts must be summed.
     decays: whether weight decay applies.
     is_hidden_matrix: whether Muon trains it: a layer's matrix, not the embedding or the head, whose rows are words.
@@ -83,8 +83,8 @@ def local_parameters(
         found += held([family.final_norm(a)])
     if last and not a.tied_embeddings:
         found += held([head])
-    if last and a.tied_embeddings and not first:  # without a pipeline, the head uses the embedding's own tensor
-        (copy,) = held([replace(embedding, within=head.within)])
+    if last and not first and (names := tied_copies(a, parallel.pipeline)):  # else there is one tensor of it
+        (copy,) = held([replace(embedding, within=names[-1])])
         found.append(replace(copy, pushes=False, tied_copy=True))
     return found
 
@@ -186,5 +186,7 @@ def expert_parameters(a: Architecture, parallel: ParallelConfig, stage: int) -> 
 
 def tied_copies(architecture: Architecture, stages: int) -> tuple[str, ...]:
     """Name the copies of an embedding on the first and the last pipeline stage, if they each have one."""
-    tied = stages > 1 and architecture.tied_embeddings
-    return ("embedding.word_embeddings.weight", "output_layer.weight") if tied else ()
+    if stages == 1 or not (architecture.tied_embeddings or architecture.predicting):
+        return ()
+    embedding = "embedding.word_embeddings.weight"
+    return embedding, "output_layer.weight" if architecture.tied_embeddings else embedding

@@ -217,6 +217,8 @@ def activation_bytes(
     With FP8 linear layers keep a copy of their inputs, of one byte an element, in place of the inputs themselves:
     half of 2h and of f. What attention gives is kept by it, too, so that its copy, half of q, comes on top.
 
+    - of a layer that predicts further tokens, 6h more: inputs of its norms, of its projection and of the head
+
     `full` recomputation keeps h a layer, and one layer at once in backward; `selective` recomputes the attention,
     which keeps nothing of note here but its mask. Logits are kept in fp32, beside a low-precision copy.
 
@@ -227,6 +229,7 @@ def activation_bytes(
     whole = a.hidden_size / (tp if parallel.sequence else 1)
     kinds = Counter(map(a.letters, layers))
     of_a_layer = {kind: _layer_elements(a, parallel, kind, size, recompute, fp8) for kind in kinds}
+    predicting = max(0, layers.stop - a.decoder_layers)
     kept = sum(count * of_a_layer[kind] for kind, count in kinds.items())
     kept, at_once = (len(layers) * whole, max(of_a_layer.values())) if recompute == "full" else (kept, 0.0)
     total = (in_flight * kept + at_once) * size
@@ -234,7 +237,8 @@ def activation_bytes(
     if stage == parallel.pipeline - 1:
         logit_bytes = _FP32_BYTES + (size if size < _FP32_BYTES else 0)
         logit_bytes += size if a.logit_cap is not None else 0
-        total += 2 * whole * size + vocabulary_rows(a.vocab_size, tp) * logit_bytes
+        total += 2 * whole * size + (1 + predicting) * vocabulary_rows(a.vocab_size, tp) * logit_bytes
+        total += 6 * predicting * whole * size
     return int(tokens * total) + masks
 
 

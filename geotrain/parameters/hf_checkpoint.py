@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
@@ -24,11 +25,11 @@ DType = Literal["float32", "bfloat16", "float16"]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FREE = {  # keys of an export that say how it was trained, or what others say: a run that goes on may differ in them
     "architectures", "rope_parameters", "initializer_range", "max_position_embeddings", "router_aux_loss_coef",
-    "router_z_loss_coef", "aux_loss_alpha", "router_bias_update_rate",
+    "router_z_loss_coef", "aux_loss_alpha", "router_bias_update_rate", "mtp_loss_factor",
 }  # fmt: skip
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# How many layers predict tokens beyond the next: left out, as transformers leaves them out of what it loads.
+# How many layers predict further tokens: where a family does not build them, they are left out.
 PREDICTING = "num_nextn_predict_layers", "num_mtp_layers"
 
 
@@ -54,9 +55,12 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, t
         hint = "; set tie_word_embeddings to true if the head is tied" if missing == [HEAD] else ""
         raise HFCheckpointError(f"{folder}: {some(missing)} missing, which config.json asks for{hint}")
     expected = {p.name for p in parameters} | ({HEAD} if architecture.tied_embeddings else set())
-    # Layers that predict tokens beyond the next. Old checkpoints also hold a table of rotary frequencies, which
-    # follows from the config.
-    further = architecture.layers + sum(int(config.get(key) or 0) for key in PREDICTING)
+    # Layers that predict further tokens may hold the embedding and the head once more. Old checkpoints also hold a
+    # table of rotary frequencies, which follows from the config.
+    predicting = range(architecture.decoder_layers, architecture.layers)
+    copies = "embed_tokens.weight", "shared_head.head.weight"
+    expected |= {f"model.layers.{layer}.{copy}" for layer in predicting for copy in copies}
+    further = architecture.decoder_layers + sum(int(config.get(key) or 0) for key in PREDICTING)
     beyond = "mtp.", *(f"model.layers.{layer}." for layer in range(architecture.layers, further))
     left_out = [name for name in files if name.startswith(beyond)]
     if left_out:
@@ -98,6 +102,9 @@ def read_start(run: RunConfig) -> Iterator[tuple[str, torch.Tensor]]:
     except (HFCheckpointError, HubError, UnsupportedModelError) as error:
         raise ConfigError(f"model.init_from: {error}") from None
     theirs, ours = architecture_from_hf(config), run.architecture
+    if theirs.predicting and not ours.predicting:
+        log.warning("%s: its layers that predict further tokens are left out", place)
+        theirs = replace(theirs, layers=theirs.decoder_layers, predicting=0)
     both = [family_of(each.model_type).hf_config(each) for each in (theirs, ours)]
     keys = [key for key in dict.fromkeys((*both[1], *both[0])) if key not in _FREE]
     differing = {key: [each.get(key) for each in both] for key in keys if both[0].get(key) != both[1].get(key)}

@@ -24,6 +24,7 @@ from tests.support.families import (
     NEMOTRON_H,
     OLMO2,
     OLMO3,
+    PREDICTING,
     QWEN2,
     QWEN2_MOE,
     QWEN3_NEXT,
@@ -93,6 +94,7 @@ SPARSE = (
     GRANITE_4,
     NEMOTRON_3,
     DEEPSEEK,
+    PREDICTING,
     {
         **DEEPSEEK,
         "q_lora_rank": None,
@@ -174,7 +176,7 @@ def test_they_are_the_models_of_transformers_and_train_as_plain_pytorch() -> Non
         torch.testing.assert_close(*result["loss"], rtol=1e-5, atol=0)
         torch.testing.assert_close(*result["curve"], rtol=1e-4, atol=1e-5)
         assert max(norm for _, norm in result["curve"][0]) > 0.5, "clipping must be active"
-    assert [len(result["biases"]) for result in results] == [0] * 23 + [1, 1, 1]
+    assert [len(result["biases"]) for result in results] == [0] * 23 + [1, 1, 3, 1]
     for result in results:
         for before, ours, expected in result["biases"].values():
             torch.testing.assert_close(ours, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,13 @@ DEEPSEEK = {
     "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6,
     "aux_loss_alpha": 0.05, "router_bias_update_rate": 0.02,
 }  # fmt: skip
+PREDICTING = {**DEEPSEEK, "num_nextn_predict_layers": 2, "mtp_loss_factor": 0.4}
+PREDICTORS: dict[str, Any] = {
+    "enorm": torch.nn.RMSNorm,
+    "hnorm": torch.nn.RMSNorm,
+    "eh_proj": torch.nn.Linear,
+    "shared_head.norm": torch.nn.RMSNorm,
+}
 LATENT_YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -126,13 +134,38 @@ def transformers_model(config: dict[str, Any], weights: dict[str, torch.Tensor])
     """transformers' model, loaded from an export of these weights."""
     from transformers import AutoModelForCausalLM
 
+    count, further = config["num_hidden_layers"], config.get("num_nextn_predict_layers", 0)
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(weights.items(), config, Path(folder) / "out", None, "float32")
-        model, report = AutoModelForCausalLM.from_pretrained(
-            Path(folder) / "out", dtype=torch.float32, output_loading_info=True
-        )
-    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        path = Path(folder) / "out"
+        write_checkpoint(weights.items(), config, path, None, "float32")
+        written = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**written, "num_hidden_layers": count + further}))
+        model, report = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    model.config.num_hidden_layers = count  # by which it passes over what predicts further tokens
+    beyond = set()
+    for layer in range(count, count + further):
+        for name, kind in PREDICTORS.items():
+            weight = weights[found := f"model.layers.{layer}.{name}.weight"]
+            sizes = (model.config.rms_norm_eps,) if kind is torch.nn.RMSNorm else (weight.shape[0], False)
+            made = kind(weight.shape[-1], *sizes)
+            made.weight.data.copy_(weight)
+            model.model.layers[layer].add_module(name.partition(".")[0], made)
+            beyond.add(found)
+    assert report["unexpected_keys"] == beyond and not report["missing_keys"] and not report["mismatched_keys"]
     return model
+
+
+def _predicted(model: Any, config: dict[str, Any], tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Compute λ times the mean loss of DeepSeek-V3's further predictions (equations 21 to 25)."""
+    labels, costs = tokens[:, 1:], []
+    for depth, layer in enumerate(model.model.layers[config["num_hidden_layers"] :], 1):
+        seen = model.model.embed_tokens(labels.roll(1 - depth, 1))
+        rotary = model.model.rotary_emb(hidden, torch.arange(labels.shape[1])[None])
+        hidden = layer.eh_proj(torch.cat((layer.enorm(seen), layer.hnorm(hidden)), -1))
+        hidden = layer.shared_head(layer(hidden, position_embeddings=rotary))
+        logits = model.lm_head(hidden)[:, :-depth]
+        costs.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, depth:].flatten()))
+    return config["mtp_loss_factor"] * torch.stack(costs).mean() if costs else torch.zeros(())
 
 
 def losses(model: Any, config: dict[str, Any], tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,7 +193,8 @@ def _losses_by_sequence(
     routers = biased_gates(model)
     said: list[Any] = []
     hooks = [router.register_forward_hook(lambda _, __, out: said.append(out)) for router in routers]
-    logits = model(tokens[:, :-1]).logits
+    hidden = model.model(tokens[:, :-1]).last_hidden_state
+    logits, balance = model.lm_head(hidden), balance + _predicted(model, config, tokens, hidden)
     for hook in hooks:
         hook.remove()
     for router, (scores, _, chosen) in zip(routers, said, strict=True):

@@ -14,7 +14,6 @@ from geotrain.families import UnsupportedModelError
 from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.checks import accumulation_steps, check_layout
 from tests.support.families import (
-    DEEPSEEK,
     GEMMA2,
     GEMMA3,
     GPT_OSS,
@@ -26,6 +25,7 @@ from tests.support.families import (
     NEMOTRON_3,
     OLMO2,
     OLMO3,
+    PREDICTING,
     QWEN2,
     QWEN2_MOE,
     QWEN3_NEXT,
@@ -57,13 +57,13 @@ SPARSE = {
     "qwen3_next": QWEN3_NEXT,
     "nemotron_3": NEMOTRON_3,
     "granite_4": {**GRANITE_4, "logits_scaling": 0.5},
-    "deepseek": DEEPSEEK,
+    "deepseek": {**PREDICTING, "num_nextn_predict_layers": 1, "n_shared_experts": 1},
 }
 MODELS: dict[str, dict[str, Any]] = {**DENSE, **SPARSE}
 PACKED = ("packed", "mistral", "gemma2")
 UNLIKE = {
     "llama": (2, 1), "packed": (2, 1), "qwen2": (1, 2),
-    "qwen_moe": (1, 2), "gemma3": (2, 1), "gpt_oss": (1, 2),
+    "qwen_moe": (1, 2), "gemma3": (2, 1), "gpt_oss": (1, 2), "deepseek": (1, 2),
 }  # fmt: skip  # layers of a pipeline's stages
 
 Value = str | int
@@ -181,11 +181,12 @@ def pairs_of(names: Iterable[str]) -> list[tuple[str, str]]:
 
 FAMILIES = (
     LLAMA, QWEN, QWEN2, MISTRAL, SMOLLM3, GRANITE, OLMO2, OLMO3, GEMMA2,
-    GEMMA3, QWEN_MOE, MIXTRAL, GPT_OSS, QWEN2_MOE, QWEN3_NEXT, GRANITE_4, NEMOTRON_3, DEEPSEEK,
+    GEMMA3, QWEN_MOE, MIXTRAL, GPT_OSS, QWEN2_MOE, QWEN3_NEXT, GRANITE_4, NEMOTRON_3, PREDICTING,
 )  # fmt: skip
 # Of a drawn model's config.json; what a family does not know, or refuses, is drawn anew.
 DRAWN: dict[str, tuple[Any, ...]] = {
     "num_hidden_layers": (2, 3, 4),
+    "num_nextn_predict_layers": (0, 1, 2),
     "num_key_value_heads": (2, 4),
     "hidden_size": (30, 32, 36),
     "head_dim": (8, 12),
@@ -202,7 +203,7 @@ def draw(seed: int, count: int) -> list[Layout]:
     generator, found = random.Random(seed), list[Layout]()
     while len(found) < count:
         name, family = f"drawn {len(found)}", generator.choice(FAMILIES)
-        known = {*family, "head_dim", "rope_scaling"} - ({"head_dim"} if family is DEEPSEEK else set())
+        known = {*family, "head_dim", "rope_scaling"} - ({"head_dim"} if family is PREDICTING else set())
         MODELS[name] = {**family, **{key: generator.choice(DRAWN[key]) for key in DRAWN if key in known}}
         chosen = {key: generator.choice(values) for key, values in CHOICES.items()} | {"model": name}
         if generator.random() < 0.5:

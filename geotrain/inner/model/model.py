@@ -23,6 +23,7 @@ from geotrain.inner.model.gated_delta import GatedDeltaNet, GatedSelfAttention
 from geotrain.inner.model.gated_silu import ClampedSwish, GatedGelu, GatedSilu, SquaredRelu
 from geotrain.inner.model.mamba import Mamba2
 from geotrain.inner.model.norms import CenteredRMSNorm, ProjectionNorm, RMSNorm, normed_linear
+from geotrain.inner.model.predicting import add_predictors
 from geotrain.inner.model.router_bias import biased_routers, keep_counts_wide
 from geotrain.inner.model.stack import by_letters, parts_of, plain_name, stacked
 from geotrain.inner.model.stacked_experts import StackedColumns, StackedRows
@@ -84,13 +85,13 @@ def transformer_config(
     dtype = torch.bfloat16 if bf16 else torch.float32
     window, tp = architecture.sliding_window, parallel.tensor
     factor = rotary_frequencies(architecture)[1] if architecture.rope_scaling else 1.0
-    windowed = [int(architecture.window_of(i) is not None) for i in range(architecture.layers)]
+    windowed = [int(architecture.window_of(i) is not None) for i in range(architecture.decoder_layers)]
     activation = _ACTIVATIONS[architecture.activation][0]
     fused = platform.HAS_CUDA and activation is not None
     usual = architecture.multipliers is None and not architecture.rope_scaling
     family = family_of(architecture.model_type)
-    letters = [architecture.letters(layer) for layer in range(architecture.layers)]
-    unrotated = [int(layer in architecture.unrotated) for layer in range(architecture.layers)]
+    letters = [architecture.letters(layer) for layer in range(architecture.decoder_layers)]
+    unrotated = [int(layer in architecture.unrotated) for layer in range(architecture.decoder_layers)]
     common = dict(
         num_layers=sum(map(len, letters)),
         hidden_size=architecture.hidden_size,
@@ -156,9 +157,15 @@ def transformer_config(
     return config
 
 
+def _held(architecture: Architecture, parallel: ParallelConfig, stage: int) -> range:
+    """The decoder's layers of a pipeline stage: without those that predict further tokens."""
+    held = parallel.layers_of(stage, architecture.layers)
+    return range(held.start, min(held.stop, architecture.decoder_layers))
+
+
 def _letters(architecture: Architecture, parallel: ParallelConfig, stage: int) -> list[str]:
     """List the letters of each layer of a pipeline stage."""
-    return [architecture.letters(layer) for layer in parallel.layers_of(stage, architecture.layers)]
+    return [architecture.letters(layer) for layer in _held(architecture, parallel, stage)]
 
 
 def _owners(architecture: Architecture, parallel: ParallelConfig, stage: int) -> list[int]:
@@ -287,7 +294,7 @@ def build_model(
     norm counts each element of the model once. With expert parallelism those of experts also get `allreduce` and
     `group_name`, by which DeepSpeed finds the ranks that have the same ones.
     """
-    mine = parallel.layers_of(mesh.pp_rank, architecture.layers)
+    mine = _held(architecture, parallel, mesh.pp_rank)
     rows = vocabulary_rows(architecture.vocab_size, parallel.tensor)
     with platform.megatron_runtime():
         # Nothing in this model draws random numbers, but Megatron-core's layers demand that the generators are there.
@@ -306,6 +313,10 @@ def build_model(
             rotary_base=architecture.rope_theta,
             rotary_percent=architecture.rotated_share,
         )
+        if architecture.predicting and mesh.is_last_stage:
+            further = range(architecture.decoder_layers, architecture.layers)
+            specs = [_block_spec(architecture, parallel, range(i, i + 1), packed) for i in further]
+            add_predictors(model, specs, architecture.predicting_loss)
     parts = Parts(mesh.cp_rank, mesh.cp_size, parallel.context_exchange) if parallel.context > 1 else None
     if parts is not None:
         use_own_positions(model.rotary_pos_emb, parts)

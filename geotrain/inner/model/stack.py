@@ -6,6 +6,7 @@ number what stands for a letter; canonical addresses have the families' layers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -80,7 +81,11 @@ def parts_of(model: Any, owners: Sequence[int]) -> list[tuple[int, str, nn.Modul
 
 
 def plain_name(name: str, owners: Sequence[int]) -> str:
-    """Name a parameter of the model as if it had whole layers. owners: of each letter, the layer of the stage."""
+    """Name a parameter of the model as if it had whole layers. owners: of each letter, the layer of the stage. What
+    predicts further tokens is a layer, too."""
+    if name.startswith("predictors."):
+        _, number, within = name.split(".", 2)
+        return f"decoder.layers.{1 + owners[-1] + int(number)}." + re.sub(r"^layers\.\d\.", "", within)
     if name.startswith("decoder.layers."):
         _, _, number, within = name.split(".", 3)
         return f"decoder.layers.{owners[int(number)]}.{within}"

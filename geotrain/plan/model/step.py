@@ -27,7 +27,7 @@ from geotrain.parallelism.checks import (
     wire_bytes,
     zero_stage,
 )
-from geotrain.parallelism.local_parameters import expert_parameters, stage_parameters, vocabulary_rows
+from geotrain.parallelism.local_parameters import expert_parameters, stage_parameters, tied_copies, vocabulary_rows
 from geotrain.plan.model.exchanges import Collectives, context_exchanges, expert_exchanges, stage_seconds
 from geotrain.plan.model.network import Line, LinkTable, RankDevice, RankTable, Sent
 from geotrain.plan.model.pipeline import Stages, claimed_shares, even_shares, pipeline_seconds
@@ -312,9 +312,9 @@ def _between_replicas(
 
 
 def _tied_embedding(work: Work, table: RankTable, network: LinkTable, sent: Sent) -> float:
-    """Compute the seconds of reducing tied embeddings. One lies at both ends of a pipeline: their gradients are
-    summed by an all-reduce of two ranks."""
-    if table.pp == 1 or not work.architecture.tied_embeddings:
+    """Compute the seconds of reducing embeddings that lie at both ends of a pipeline: their gradients are summed by
+    an all-reduce of two ranks."""
+    if not tied_copies(work.architecture, table.pp):
         return 0.0
     a = work.architecture
     size = vocabulary_rows(a.vocab_size, table.tp) * a.hidden_size * work.bytes_per_weight

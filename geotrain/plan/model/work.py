@@ -39,9 +39,9 @@ class Work:
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Forward operations of one token. layer: matrices and attention of one layer. attention: the part of it that is
-    no matrix of weights. experts: the part in the experts that it is sent to. head: the product with the
-    vocabulary."""
+    """Forward operations of one token. layer: matrices and attention of one layer, and the head's product where it
+    predicts a further token. attention: the part of it that is no matrix of weights. experts: the part in the experts
+    that it is sent to. head: the product with the vocabulary."""
 
     layer: float
     attention: float
@@ -66,8 +66,9 @@ def token_flops(a: Architecture, sequence_length: int, layer: int) -> TokenFlops
         each = {"gated delta nets": 6.0, "Mamba-2 layers": 4.0}[a.net.name]
         attention = each * a.net.values * a.net.key_dim
     used, chosen = active_weights(a, layer)
-    layer_flops = 2.0 * (used + chosen) + attention
-    return TokenFlops(layer_flops, attention, 2.0 * chosen, 2.0 * a.hidden_size * a.vocab_size)
+    head = 2.0 * a.hidden_size * a.vocab_size
+    layer_flops = 2.0 * (used + chosen) + attention + (head if layer >= a.decoder_layers else 0.0)
+    return TokenFlops(layer_flops, attention, 2.0 * chosen, head)
 
 
 def active_weights(a: Architecture, layer: int) -> tuple[int, int]:
@@ -99,5 +100,6 @@ def stage_flops(
     flops = [token_flops(a, sequence_length, layer) for layer in layers]
     once = sum(f.layer + (imbalance - 1) * f.experts for f in flops)
     forward = once + (flops[0].head if layers.stop == a.layers else 0.0)
-    again = {"none": 0.0, "selective": sum(f.attention for f in flops), "full": once}[recompute]
+    predicted = flops[0].head * max(0, layers.stop - a.decoder_layers)  # logits are not computed again
+    again = {"none": 0.0, "selective": sum(f.attention for f in flops), "full": once - predicted}[recompute]
     return forward, BACKWARD * forward + again
