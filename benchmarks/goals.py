@@ -109,7 +109,6 @@ PARTS = (
         minutes=2.0,
     ),
     Part("kernels", (Goal("outer_update.vs_memcpy"), Goal("merge.vs_memcpy"), Goal("adam_step.vs_memcpy"))),
-    Part("optimizers", (Goal("llama-tiny.share_of_training"), Goal("llama-tiny.vs_bmm"))),
     Part(
         "hide",
         (

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import ROOT
 from benchmarks.common import command_line, report, spread, units_by_ending
 from benchmarks.processes import be_only_rank
+from benchmarks.small_runs import write_files
 from geotrain.config import ClusterConfig, RunConfig, load_cluster, load_run
 from geotrain.kernels.devices import cuda_devices, processor_has_bf16
 from geotrain.launch.check import free_ports
@@ -89,10 +90,7 @@ def files(folder: Path, local_steps: int, regions: Sequence[str] = ("eu",), **ru
             for name, port in zip(regions, ports[1:], strict=True)
         ],
     }
-    paths = folder / "run.json", folder / "cluster.json"
-    for path, content in zip(paths, (raw, cluster), strict=True):
-        path.write_text(json.dumps(content))
-    return paths
+    return write_files(folder, raw, cluster)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,8 @@ def test_the_newest_weights_are_exported(tmp_path: Path, shards: int) -> None:
     (folder := tmp_path / "run").mkdir()
     (folder / "servers").symlink_to(folder)
     site = Site(folder, train_samples=400, regions={"eu": ("a",)}, every_minutes=60.0, shards=shards)
-    servers = [site.serve(name) for name in site.processes]
+    for name in site.processes:
+        site.serve(name)
     worker = site.worker("a")
     worker.join()
     first, begun = exported(site, tmp_path / "first")
@@ -60,9 +60,7 @@ def test_the_newest_weights_are_exported(tmp_path: Path, shards: int) -> None:
     assert not torch.equal(living[NAME], begun[NAME])
     more = train()
     assert more > trained
-    for server in servers:
-        server.send(signal.SIGKILL)
-        server.process.join()
+    site.kill()
     torn = max((folder / "global/journal").iterdir())
     torn.write_bytes(torn.read_bytes() + b"a record that was cut off")
     before = files(folder)
@@ -72,14 +70,13 @@ def test_the_newest_weights_are_exported(tmp_path: Path, shards: int) -> None:
     assert not torch.equal(killed[NAME], living[NAME])
     noted = about(tmp_path / "killed")
     assert noted["samples"] == more and in_words(noted).startswith(f"version {noted['version']}, {more} samples, ")
-    servers = [site.serve(name, resume=True) for name in site.processes]
+    for name in site.processes:
+        site.serve(name, resume=True)
     assert until(lambda: all(shard["up"] for shard in site.status("global")["shards"]))
     said, again = exported(site, tmp_path / "again")
     assert said["samples"] == more
     for name, tensor in again.items():
         assert torch.equal(tensor, killed[name]), name
     worker.close()
-    for server in servers:
-        server.send(signal.SIGKILL)
-        server.process.join()
+    site.kill()
     assert json.loads((tmp_path / "again/.geotrain.json").read_text())["weights"]["samples"] == more

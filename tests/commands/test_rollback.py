@@ -45,9 +45,7 @@ def played(site: Site, resume: bool = False, killed: bool = False) -> dict[str, 
         worker.close()
         assert killed or [server.ended() for server in servers] == [(0, "")] * len(servers)
     finally:
-        for server in servers:
-            server.process.kill()
-            server.process.join()
+        site.kill()
     words = site.folder / "servers/global/status.json"
     return {} if killed else dict(json.loads(words.read_text()))
 

@@ -101,9 +101,7 @@ def test_a_run_whose_servers_die_one_after_another(tmp_path: Path) -> None:
         )
         worker.close()
     finally:
-        for server in site.servers:
-            server.process.kill()
-            server.process.join()
+        site.kill()
 
 
 def test_news_that_are_damaged_are_passed_over(tmp_path: Path) -> None:
@@ -132,17 +130,13 @@ def test_a_snapshot_that_failed_is_reported_and_only_the_global_one_must_succeed
             assert site.status(which)
         run = LiveRun(tmp_path)
         assert list(run.snapshot()) == ["global", "eu"]
-        site.servers[1].process.kill()
-        site.servers[1].process.join(BUSY_S)
+        site.servers[1].kill()
         done = say("snapshot", tmp_path)
         assert "global/snapshots/" in done.text and f"the server at {site.address('eu')} does not answer" in done.text
-        site.servers[0].process.kill()
-        site.servers[0].process.join(BUSY_S)
+        site.servers[0].kill()
         assert say("snapshot", tmp_path).returncode == 2
     finally:
-        for server in site.servers:
-            server.process.kill()
-            server.process.join()
+        site.kill()
 
 
 def test_a_drained_region_has_left_when_all_of_its_members_have(tmp_path: Path) -> None:

@@ -110,9 +110,7 @@ def test_a_spike_has_the_run_taken_back_or_paused(tmp_path: Path) -> None:
             where_to_go_on(folder)
         assert where_to_go_on(folder) == folder  # it can be launched again
     finally:
-        for server in run.site.servers:
-            server.process.kill()
-            server.process.join()
+        run.site.kill()
 
 
 def snapshots_of_branch(out: Path, of: Path) -> list[dict[str, Any]]:

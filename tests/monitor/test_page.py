@@ -105,9 +105,7 @@ def test_the_page_follows_a_live_run(tmp_path: Path, chromium: Chromium) -> None
         assert chromium.evaluate(POINTS) > first, "what was known stays"
     finally:
         training.enough.set()
-        for server in site.servers:
-            server.process.kill()
-            server.process.join()
+        site.kill()
 
 
 @pytest.fixture

@@ -58,8 +58,7 @@ def test_who_is_killed_at_its_end_and_started_again_stays_ended(tmp_path: Path, 
         for name, server in servers.items():
             assert server.ended()[0] == 0, (name, server.ended())
     finally:
-        for server in site.servers:
-            server.process.kill()
+        site.kill()
     applied = [event for event in site.events("global") if event["event"] == "UpdateApplied"]
     assert sum(event["samples"] for event in applied) == 24
 

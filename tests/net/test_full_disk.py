@@ -21,9 +21,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     with small_disk(tmp_path / "global", "12m"), small_disk(tmp_path / "eu", "12m"):
         made = Site(tmp_path)
         yield made
-        for server in made.servers:
-            server.process.kill()
-            server.process.join()
+        made.kill()
 
 
 def waits(server: Server) -> bool:

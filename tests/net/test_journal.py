@@ -148,15 +148,10 @@ def test_another_format_is_refused_and_nothing_is_changed(tmp_path, monkeypatch)
     assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == content
 
 
-def test_a_missing_segment_stops_the_server(tmp_path):
-    written(tmp_path, MESSAGES, 7).close()
-    (tmp_path / "00000003.journal").unlink()
-    with pytest.raises(JournalDamaged, match=r"00000003\.journal: is missing"):
-        read(tmp_path)
-
-
-def test_a_deleted_newest_segment_stops_the_server(tmp_path):
-    written(tmp_path, MESSAGES, 3).close()
+@pytest.mark.parametrize("segments", [7, 3])
+def test_a_missing_segment_stops_the_server(tmp_path, segments):
+    """One between others, or the newest."""
+    written(tmp_path, MESSAGES, segments).close()
     (tmp_path / "00000003.journal").unlink()
     with pytest.raises(JournalDamaged, match=r"00000003\.journal: is missing"):
         read(tmp_path)

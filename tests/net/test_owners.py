@@ -20,7 +20,7 @@ from geotrain.net.storage.frozen_state import FrozenState
 from geotrain.net.storage.owner import ORIGIN, OtherOwnerError, Owner, check_origin, note_origin
 from geotrain.net.storage.remote_snapshots import Copies, RemoteSnapshots, newest_snapshot
 from geotrain.net.storage.snapshots import META, DamagedSnapshot, SnapshotStore, StoreError
-from tests.support.net_worlds import BUSY_S, wait_for
+from tests.support.net_worlds import wait_for
 from tests.support.server_processes import Site
 
 OWN = Owner("tiny", "eu", "a")
@@ -59,7 +59,8 @@ def two_runs(tmp_path: Path) -> Iterator[tuple[Site, Site]]:
         (tmp_path / name).mkdir()
         far = f"file://{tmp_path}/far" if name == "two" else None
         sites.append(Site(tmp_path / name, "halos", 24, shards=1, snapshots=far))
-        servers = [sites[-1].serve(each) for each in sites[-1].processes]
+        for each in sites[-1].processes:
+            sites[-1].serve(each)
         worker = sites[-1].worker("b")
         worker.join()
         if far:
@@ -67,13 +68,10 @@ def two_runs(tmp_path: Path) -> Iterator[tuple[Site, Site]]:
                 setup = ServerSetup(sites[-1].run, sites[-1].cluster, server, tmp_path)
                 wait_for(lambda s=setup: s.copies().own.whole())
         worker.close()
-        for server in servers:
-            server.process.kill()  # type: ignore[attr-defined]
-            server.process.join(BUSY_S)  # type: ignore[attr-defined]
+        sites[-1].kill()
     yield sites[0], sites[1]
     for site in sites:
-        for server in site.servers:
-            server.process.kill()  # type: ignore[attr-defined]
+        site.kill()
 
 
 def test_a_process_takes_no_state_of_another_run_or_process(two_runs: tuple[Site, Site]) -> None:
@@ -110,9 +108,7 @@ def test_a_process_takes_no_state_of_another_run_or_process(two_runs: tuple[Site
             after = {name: after[name] for name in before if not name.startswith("journal")}
             before = {name: digest for name, digest in before.items() if not name.startswith("journal")}
         assert after == before
-        for server in servers:
-            server.process.kill()
-            server.process.join(BUSY_S)
+        two.kill()
         shutil.rmtree(place)
         aside.rename(place)
 

@@ -32,9 +32,7 @@ GoOn = Callable[[], bool]
 def site(tmp_path) -> Iterator[Site]:
     made = Site(tmp_path)
     yield made
-    for server in made.servers:
-        server.process.kill()
-        server.process.join()
+    made.kill()
 
 
 def work(site: Site, jobs: int, incarnation: str) -> list[int]:

@@ -53,8 +53,7 @@ class Story:
             for name, server in self.servers.items():
                 assert server.ended()[0] == 0, (name, server.ended())
         finally:
-            for each in site.servers:
-                each.process.kill()
+            site.kill()
         status = json.loads((site.folder / GLOBAL / "status.json").read_text())
         assert (status["committed_samples"], status["open_leases"]) == (SAMPLES, 0)
 

@@ -98,8 +98,7 @@ def test_who_is_waited_for_in_shards_is_named(tmp_path: Path, rule: str, kind: s
         for worker in (trains, waits):
             worker.close()
     finally:
-        for server in site.servers:
-            server.process.kill()
+        site.kill()
 
 
 def test_servers_listen_on_other_addresses_than_they_are_reached_by(tmp_path: Path) -> None:

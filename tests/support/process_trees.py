@@ -62,15 +62,6 @@ def commands(mark: dict[str, str]) -> list[tuple[psutil.Process, list[str]]]:
     return found
 
 
-def names(mark: dict[str, str]) -> list[str]:
-    """What runs in the processes that carry the mark: a fork has its parent's name until it becomes a program."""
-    found = []
-    for pid in marked(mark):
-        with suppress(OSError):  # it has ended since
-            found.append(Path(f"/proc/{pid}/comm").read_text().strip())
-    return found
-
-
 def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> bool:
     """Whether the condition holds before the deadline. Pauses are as long as a look takes, times four, at most half a
     second: looks that are dear, at a whole run or all processes, leave the processor to what is looked at, and one

@@ -41,7 +41,6 @@ from geotrain.outer.messages import (
     RunComplete,
     SkipSamples,
     UpdatePart,
-    UpdateRejected,
     Welcome,
 )
 from geotrain.outer.server.server import Handled
@@ -290,12 +289,6 @@ class Scenario:
         members = self.world.status(server)["members"].items()
         self.lines.append(f"{server}: " + ", ".join(f"{name} is {facts['state']}" for name, facts in members))
 
-    def do_strike(self, worker: str, times: int = 1) -> None:
-        """Tell the region that updates of the worker were refused for good before they came to the journal."""
-        region = self.world.workers[worker][0]
-        for _ in range(times):
-            self.call(region, UpdateRejected(worker, self.incarnation(worker), "it was wild"))
-
     def do_refuse(self, region: str) -> None:
         """Have the global server refuse the region's next update for good."""
         self.world.refuse(region)
@@ -324,10 +317,6 @@ class Scenario:
         """Deliver so many messages of a region whose link is cut."""
         for _ in range(count):
             self.world.deliver(region)
-
-    def do_answer(self, region: str, fragment: int) -> None:
-        """Deliver the answer to the region's update of this fragment that is in flight."""
-        self.world.answer(region, fragment)
 
     # -- the operator
 

@@ -238,9 +238,6 @@ class InMemory(World):
             world.answer(name, message.fragment, message.sequence)
         return True
 
-    def answer(self, region: str, fragment: int) -> None:
-        self.world.deliver_down(region, self.world.regions[region].uplink.in_flight[fragment])
-
     def answered(self, name: str) -> bool:
         """Pull the answers to what the global server has taken, and take what heartbeats tell. Returns whether there
         was anything."""

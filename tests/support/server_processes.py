@@ -82,6 +82,10 @@ class Server:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(BUSY_S)
+
     def ended(self, within_s: float = BUSY_S) -> tuple[int | None, str]:
         """Exit code, and from where on stderr speaks of trouble (libraries may warn before)."""
         self.process.join(within_s)
@@ -165,6 +169,11 @@ class Site:
         """Start a server's process. how: as `serve` takes it."""
         self.servers.append(Server(self, which, resume, **how))
         return self.servers[-1]
+
+    def kill(self) -> None:
+        """Kill all servers that were ever started."""
+        for server in self.servers:
+            server.kill()
 
     def address(self, which: str) -> str:
         return str(self.cluster.global_server if which == "global" else self.cluster.region(which).server)

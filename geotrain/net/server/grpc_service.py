@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
@@ -57,8 +56,6 @@ from geotrain.outer.messages import (
 )
 from geotrain.outer.metrics import credible
 from geotrain.outer.server.waits import WaitTable, waits
-
-log = logging.getLogger(__name__)
 
 MAX_LATE_FRAMES = 1024  # so many frames of an update are read after the reply to it, and dropped
 DAMAGED_RETRY_S = 0.5  # when a sender whose frame was damaged may try again

@@ -25,11 +25,8 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +38,7 @@ from tests.chaos.faults.audit import accounts
 from tests.chaos.faults.runner import FaultyRun, Samples, kinds_done
 from tests.chaos.faults.scenario import kills_at_the_end, random_faults, short_faults
 from tests.chaos.faults.world import make_world
+from tests.support.disks import small_disk
 
 # Seconds of faults, mean seconds between two of processes and links, size of the disk.
 PROFILES = {"short": (12.0, 0.0, "1g"), "minutes": (300.0, 20.0, "2g"), "hour": (3600.0, 60.0, "6g")}
@@ -103,17 +101,6 @@ def main() -> int:
         timed=False,
     )
     return 0
-
-
-@contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A file system of that size, as mount has it, which can be filled."""
-    folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "geotrain-faults", str(folder)], check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def faulty(
