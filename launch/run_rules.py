@@ -104,7 +104,8 @@ def doubts(run: RunConfig, cluster: ClusterConfig) -> Iterator[str]:
             f"({run.inner_steps} inner steps, {period} between two exchanges of all): regions train almost by "
             "themselves; lower outer.local_steps or outer.rule.updates_per_send, or train more samples"
         )
-    if (key := next((key for key in PREDICTING if run.model.config.get(key)), None)) is not None:
+    key = next((key for key in PREDICTING if run.model.config.get(key)), None)
+    if key is not None and not run.architecture.predicting:
         yield (
             f"model.config: {key} = {run.model.config[key]!r}: the layers that predict tokens beyond the next are "
             "left out, of training and of exports, as transformers leaves them out of what it loads"

@@ -14,7 +14,7 @@ from geotrain.parallelism.acco_forms import check_acco
 from geotrain.parallelism.checks import check_layout
 from geotrain.parallelism.local_parameters import local_parameters
 from geotrain.parameters.parameter_map import canonical_parameters, parameter_map_of
-from tests.support.families import DEEPSEEK, MIXTRAL, QWEN2_MOE, QWEN_MOE
+from tests.support.families import DEEPSEEK, MIXTRAL, PREDICTING, QWEN2_MOE, QWEN_MOE
 from tests.support.inner_worlds import LLAMA, QWEN, architecture, deepspeed_block, run_config
 
 
@@ -86,6 +86,8 @@ REFUSED = [
     case("model config: intermediate_size = 49", 2, 1, True, model={**DEEPSEEK, "intermediate_size": 49}),
     case("parallel.expert = 2 … layers 0 to 0 of 2 … parallel.pipeline = 2 … leave out deepspeed", 1, 2, expert=2,
          ranks=4, model=DEEPSEEK, deepspeed=block(zero_optimization=OFFLOADED)),
+    case("last of 2 pipeline stages has 2 layers … predict", 1, 2, ranks=2, model=PREDICTING),
+    case("num_hidden_layers + num_nextn_predict_layers = 4", 1, 3, ranks=3, model=PREDICTING),
 ]  # fmt: skip
 
 
@@ -127,6 +129,8 @@ def test_acco_is_refused_with_biased_routers_and_sites() -> None:
         (DEEPSEEK, {"first_k_dense_replace": 2},
          "first_k_dense_replace = 2 of num_hidden_layers = 2 leaves no layer"),
         (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads = 2 is not supported; only 4"),
+        (PREDICTING, {"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported; only False"),
+        (PREDICTING, {"num_nextn_predict_layers": 3}, "num_nextn_predict_layers = 3 must be a whole number from 0 to 2"),
         (DEEPSEEK, {"head_dim": 8}, "head_dim = 8 is not supported; only 4"),
         (DEEPSEEK, {"rope_interleave": False}, "rope_interleave = False is not supported; only True"),
         (DEEPSEEK, {"rope_scaling": {"type": "yarn", "factor": 4.0}},

@@ -12,7 +12,7 @@ import torch
 from geotrain.config import ConfigError, ParallelConfig, architecture_from_hf
 from geotrain.parallelism.memory import activation_bytes, memory_per_rank, score_bytes
 from geotrain.parameters.parameter_map import parameter_count
-from tests.support.families import DEEPSEEK, GEMMA2, GPT_OSS, GRANITE_4, NEMOTRON_H, OLMO2, QWEN3_NEXT, QWEN_MOE
+from tests.support.families import GEMMA2, GPT_OSS, GRANITE_4, NEMOTRON_H, OLMO2, PREDICTING, QWEN3_NEXT, QWEN_MOE
 from tests.support.inner_worlds import (
     LLAMA,
     QWEN,
@@ -45,7 +45,8 @@ TWO: list[Case] = [
     ({**QWEN, **WIDE}, ParallelConfig(tensor=2, sequence=True), 2),
     (SPARSE, ParallelConfig(expert=2), 1),
     (SPARSE, ParallelConfig(tensor=2, sequence=True), 1),
-    ({**DEEPSEEK, **WIDE, **LATENT}, ParallelConfig(expert=2), 1),
+    ({**PREDICTING, **WIDE, **LATENT}, ParallelConfig(expert=2), 1),
+    ({**PREDICTING, **WIDE, **LATENT}, ParallelConfig(tensor=2, sequence=True), 1),
     ({**LLAMA, **WIDE}, ParallelConfig(context=2), 1),
     ({**QWEN, **WIDE}, ParallelConfig(context=2), 0),
     ({**OLMO2, **WIDE}, ParallelConfig(tensor=2), 1),
@@ -97,7 +98,9 @@ def unfused_bytes(model: dict[str, Any], parallel: ParallelConfig, tokens: int) 
     letters = "".join(map(a.letters, range(a.layers)))
     between = a.active_ffn_size(False) * letters.count("-") + a.active_ffn_size(True) * letters.count("E")
     between = between if a.activation in ("silu", "gelu_tanh") else 0
-    normed = len(letters) * (2 if a.norms == "around" else 1) * whole + a.layers * latents + whole
+    normed = (
+        len(letters) * (2 if a.norms == "around" else 1) * whole + a.layers * latents + (1 + 3 * a.predicting) * whole
+    )
     return 4 * tokens * (normed + (a.layers * heads + between) / parallel.tensor)
 
 

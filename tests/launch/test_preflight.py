@@ -36,6 +36,7 @@ from geotrain.parameters.initial import initial_tensor
 from geotrain.parameters.parameter_map import canonical_parameters, parameter_map_of
 from tests.support import small_runs
 from tests.support.command_line import say
+from tests.support.families import PREDICTING
 from tests.support.programs import stand_in
 
 MODEL = {**small_runs.MODEL, "max_position_embeddings": 64}
@@ -188,6 +189,18 @@ def test_the_dry_run_tells_everything_at_once(place: Path, monkeypatch: pytest.M
         f"model.init_from: {place}/weights/config.json",
     ):
         assert told in text
+
+
+def test_a_run_may_leave_out_what_predicts_further_tokens(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parameters = canonical_parameters(architecture_from_hf(PREDICTING))
+    write_checkpoint(((p.name, initial_tensor(p, 1)) for p in parameters), PREDICTING, place / "w", dtype="float32")
+    change("run.json", model__config=PREDICTING | {"num_nextn_predict_layers": 0}, model__init_from="w")
+    assert refused() == [] and "its layers that predict further tokens are left out" in caplog.text
+    begun = dict(read_start(files()[0]))
+    assert all(torch.equal(begun.pop(p.name), initial_tensor(p, 1)) for p in parameters if p.layer not in (2, 3))
+    assert not begun
+    change("run.json", model__config=PREDICTING | {"num_nextn_predict_layers": 1})
+    assert "num_nextn_predict_layers = 2, in the run's model 1" in refused()[0]
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}

@@ -109,6 +109,9 @@ def test_parameter_counts_of_known_models():
     architecture = architecture_from_hf(deepseek_v3)
     assert parameter_count(architecture) == 671_026_419_200
     assert 37e9 < active_parameter_count(architecture) < 38e9, "as its paper says"
+    predicting = architecture_from_hf({**deepseek_v3, "num_nextn_predict_layers": 1})
+    shared = 2 * 129280 * 7168  # its published checkpoint, beside scales of FP8, has embedding and head once more
+    assert parameter_count(predicting) + shared == 684_489_845_504
 
 
 @pytest.mark.parametrize(
