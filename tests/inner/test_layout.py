@@ -130,7 +130,7 @@ def test_acco_is_refused_with_biased_routers_and_sites() -> None:
          "first_k_dense_replace = 2 of num_hidden_layers = 2 leaves no layer"),
         (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads = 2 is not supported; only 4"),
         (PREDICTING, {"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported; only False"),
-        (PREDICTING, {"num_nextn_predict_layers": 3}, "num_nextn_predict_layers = 3 must be a whole number from 0 to 2"),
+        (PREDICTING, {"num_nextn_predict_layers": 3}, "num_nextn_predict_layers = 3 must be a whole number from 0"),
         (DEEPSEEK, {"head_dim": 8}, "head_dim = 8 is not supported; only 4"),
         (DEEPSEEK, {"rope_interleave": False}, "rope_interleave = False is not supported; only True"),
         (DEEPSEEK, {"rope_scaling": {"type": "yarn", "factor": 4.0}},

@@ -192,14 +192,15 @@ def test_the_dry_run_tells_everything_at_once(place: Path, monkeypatch: pytest.M
 
 
 def test_a_run_may_leave_out_what_predicts_further_tokens(place: Path, caplog: pytest.LogCaptureFixture) -> None:
-    parameters = canonical_parameters(architecture_from_hf(PREDICTING))
-    write_checkpoint(((p.name, initial_tensor(p, 1)) for p in parameters), PREDICTING, place / "w", dtype="float32")
-    change("run.json", model__config=PREDICTING | {"num_nextn_predict_layers": 0}, model__init_from="w")
+    config = {**PREDICTING, "vocab_size": MODEL["vocab_size"]}
+    parameters = canonical_parameters(architecture_from_hf(config))
+    write_checkpoint(((p.name, initial_tensor(p, 1)) for p in parameters), config, place / "w", dtype="float32")
+    change("run.json", model__config={**config, "num_nextn_predict_layers": 0}, model__init_from="w")
     assert refused() == [] and "its layers that predict further tokens are left out" in caplog.text
     begun = dict(read_start(files()[0]))
     assert all(torch.equal(begun.pop(p.name), initial_tensor(p, 1)) for p in parameters if p.layer not in (2, 3))
     assert not begun
-    change("run.json", model__config=PREDICTING | {"num_nextn_predict_layers": 1})
+    change("run.json", model__config={**config, "num_nextn_predict_layers": 1})
     assert "num_nextn_predict_layers = 2, in the run's model 1" in refused()[0]
 
 

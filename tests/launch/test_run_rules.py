@@ -11,6 +11,7 @@ from geotrain.commands import dry_run
 from geotrain.config import ClusterConfig, RunConfig, parse
 from geotrain.launch.host_check import hosts_of
 from geotrain.launch.run_rules import doubts, misfits
+from tests.support.families import NEMOTRON_3
 from tests.support.plan_cases import small_run
 
 
@@ -103,7 +104,7 @@ def test_few_exchanges_are_told(outer: dict[str, Any], told: str) -> None:
 
 def test_layers_that_are_left_out_are_told() -> None:
     run, cluster = pair(TWO, local_steps=5)
-    config = {**run.model.config, "num_nextn_predict_layers": 1}
+    config = {**NEMOTRON_3, "num_nextn_predict_layers": 1}
     found = list(doubts(run.model_copy(update={"model": run.model.model_copy(update={"config": config})}), cluster))
     assert sum("num_nextn_predict_layers = 1: the layers that predict tokens" in note for note in found) == 1
 
