@@ -39,9 +39,8 @@ def main() -> None:
 
 def simulated(regions: int, workers: int, hours: float, local_steps: int) -> dict[str, Any]:
     outer = load_run(ROOT / f"configs/runs/baselines/{OURS}.json").outer
-    outer = outer.with_rule(updates_per_send=50).model_copy(
-        update={"local_steps": local_steps, "scale_local_steps": False}
-    )
+    rule = outer.rule.model_copy(update={"updates_per_send": 50})
+    outer = outer.model_copy(update={"rule": rule, "local_steps": local_steps, "scale_local_steps": False})
     spec = synthetic_world(regions, workers, 60.0, LinkSpec(10.0, 0.05), spread=1.3)
     begin = time.process_time()
     report = VirtualWorld(spec, timing_task(outer, one_block(NUMEL), STEPS, 1)).run(until_s=3600 * hours)

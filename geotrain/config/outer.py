@@ -280,7 +280,3 @@ class OuterConfig(Block):
         if self.differing("mirrors") and {self.down.name, self.local.name} <= {"fp32", "bf16"}:
             raise ValueError("mirrors: without effect where weights travel whole (fp32, bf16); leave it out")
         return self
-
-    def with_rule(self, **changes: Any) -> OuterConfig:
-        """Copy the block with other settings of the same rule. The changes are not validated."""
-        return self.model_copy(update={"rule": self.rule.model_copy(update=changes)})

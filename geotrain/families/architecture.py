@@ -158,19 +158,6 @@ class Architecture:
         usual = ("+" if self.latent else "*") + ("E" if sparse else "-")
         return self.pattern[layer] if self.pattern else usual
 
-    @property
-    def own_modules(self) -> str | None:
-        """What its layers have that Megatron-core's specification for Transformer Engine has no place for; None: no
-        such thing."""
-        found = {
-            "latent attention": self.latent is not None,
-            "norms behind layers": self.norms != "before",
-            "norms over whole projections": self.qk_norm == "projection",
-            "capped scores": self.score_cap is not None,
-            "attention's sinks": self.sinks,
-        }
-        return self.net.name if self.net else next((what for what, there in found.items() if there), None)
-
     def window_of(self, layer: int) -> int | None:
         """The window of a layer's attention; None: it sees all tokens before."""
         return None if layer in self.unwindowed else self.sliding_window

@@ -186,7 +186,6 @@ def expert_parameters(a: Architecture, parallel: ParallelConfig, stage: int) -> 
 
 def tied_copies(architecture: Architecture, stages: int) -> tuple[str, ...]:
     """Name the copies of an embedding on the first and the last pipeline stage, if they each have one."""
-    if stages == 1 or not (architecture.tied_embeddings or architecture.predicting):
-        return ()
-    embedding = "embedding.word_embeddings.weight"
-    return embedding, "output_layer.weight" if architecture.tied_embeddings else embedding
+    embedding, tied = "embedding.word_embeddings.weight", architecture.tied_embeddings
+    copied = stages > 1 and (tied or architecture.predicting)
+    return (embedding, "output_layer.weight" if tied else embedding) if copied else ()

@@ -29,6 +29,19 @@ def asked_by(precision: PrecisionConfig, parallel: ParallelConfig) -> tuple[str,
     return None
 
 
+def own_modules(a: Architecture) -> str | None:
+    """Find what a model's layers have that Megatron-core's specification for Transformer Engine has no place for;
+    None: no such thing."""
+    found = {
+        "latent attention": a.latent is not None,
+        "norms behind layers": a.norms != "before",
+        "norms over whole projections": a.qk_norm == "projection",
+        "capped scores": a.score_cap is not None,
+        "attention's sinks": a.sinks,
+    }
+    return a.net.name if a.net else next((what for what, there in found.items() if there), None)
+
+
 def check_device(
     precision: PrecisionConfig, parallel: ParallelConfig, installed: bool, capability: Capability | None
 ) -> None:
@@ -69,7 +82,7 @@ def check_transformer_engine(
     asked = asked_by(precision, parallel)
     if asked is None:
         return
-    if (own := architecture.own_modules) is not None:
+    if (own := own_modules(architecture)) is not None:
         raise ConfigError(
             f"{asked[0]} does not go with the {own} of a {architecture.model_type}, whose layers are "
             "built without Transformer Engine; leave it out"

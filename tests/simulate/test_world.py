@@ -170,7 +170,8 @@ def test_seeds_decide_alone():
 
 def test_bytes_on_a_link_are_the_codecs():
     """Every update goes up once and its answer comes down once, 4 bits and a scale each."""
-    report = timed(OURS.with_rule(updates_per_send=1), two_regions(), 400)
+    each = OURS.model_copy(update={"rule": OURS.rule.model_copy(update={"updates_per_send": 1})})
+    report = timed(each, two_regions(), 400)
     coded = make_codec(codec_config("int4")).encoded_bytes(10**8)
     assert coded == pytest.approx(10**8 * (4 + 16 / 128) / 8, rel=1e-6)
     up, down = report["links"]["eu up"], report["links"]["eu down"]

@@ -31,6 +31,7 @@ from geotrain.inner.runtime import platform
 from geotrain.inner.runtime.parallel import EXPERTS
 from geotrain.parallelism.local_parameters import LocalParameter, local_parameters, vocabulary_rows
 from geotrain.parallelism.mesh import RankMesh
+from geotrain.parallelism.transformer_engine import own_modules
 
 with platform.quiet_imports():
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -127,7 +128,7 @@ def transformer_config(
         fp8_amax_history_len=1024,  # of the recipe "delayed": Transformer Engine's own defaults, not Megatron-core's
         fp8_amax_compute_algo="max",
         tp_only_amax_red=True,  # replicas may be at different micro-batches, as with `acco.balance`
-        apply_rope_fusion=HAS_TRANSFORMER_ENGINE and not architecture.own_modules,  # else `inner.rotary`
+        apply_rope_fusion=HAS_TRANSFORMER_ENGINE and not own_modules(architecture),  # else `inner.rotary`
         perform_initialization=False,  # all weights come from outside
         bf16=bf16,
         params_dtype=dtype,
@@ -258,7 +259,7 @@ def _block_spec(architecture: Architecture, parallel: ParallelConfig, layers: ra
             ),
         )
 
-    if HAS_TRANSFORMER_ENGINE and architecture.own_modules is None:
+    if HAS_TRANSFORMER_ENGINE and own_modules(architecture) is None:
         layer, norm = fused_layer, LayerNormImpl
     cut = [half for index in layers for half in by_letters(layer(index), architecture.letters(index))]
     return TransformerBlockSubmodules(layer_specs=cut, layer_norm=norm)
