@@ -227,6 +227,16 @@ async def befall(world: World) -> None:
     await asyncio.gather(*happening)
 
 
+async def goes_on_without_a_worker(world: World) -> None:
+    """All die at once, whatever befalls them beside, and the run is resumed with a cluster that lacks a worker."""
+    happening = asyncio.ensure_future(befall(world))
+    await asyncio.sleep(world.random.uniform(2.0, 90.0))
+    # In rounds such a worker takes with it what it had of the round.
+    if not in_rounds(world) and not any(process.ended for process in world.processes.values()):
+        world.resume_without(world.random.choice(["a", "b"]))
+    await happening
+
+
 # -- what must hold
 
 

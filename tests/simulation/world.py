@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import ANY
+from unittest.mock import ANY, MagicMock
 
 import torch
 
@@ -163,6 +163,7 @@ class World:
         self.hung: set[str] = set()  # workers that beat, and train nothing
         self.late: dict[str, float] = {}  # who comes only after so many seconds
         self.struck: set[str] = set()  # workers that may be refused for good
+        self.resumed = False  # with another cluster
         self.ranks = {name: 2 if name == "a" else 1 for name in HOME}
         self.forming: random.Random | None = None  # draws how many ranks a worker comes back with: hosts are lost
         self.acknowledged: set[tuple[str, str, int, int]] = set()
@@ -246,6 +247,28 @@ class World:
             self.note(name, "is started a second time")
             self.start(name)
 
+    def resume_without(self, worker: str) -> None:
+        """Kill all, and start a run of all but this worker.
+
+        The account knows nothing of such a change, and is left out: servers must go on, and train all samples.
+        """
+        self.note(GLOBAL, f"is resumed without {worker}")
+        regions = [
+            r.model_copy(update={"workers": [w for w in r.workers if w.name != worker]}) for r in self.cluster.regions
+        ]
+        self.cluster = self.cluster.model_copy(update={"regions": tuple(regions)})
+        self.account = MagicMock(copied=False, older={GLOBAL: ""})
+        self.account.ever.__contains__.return_value = True
+        whole = SimpleNamespace(start=0, samples=self.run_config.data.train_samples)
+        self.account.reached.items.return_value = [(whole, self.parameter_map.fragments)]
+        for name in self.processes:
+            self.kill(name)
+            self.processes[name].expected = None
+        self.processes[worker].ended = self.resumed = True
+        self.disturb(worker)
+        for name in self.processes:
+            self.start(name)
+
     def _start_later(self, name: str, seconds: float) -> None:
         """Start a process after so long: the run may go on, and end, without it."""
         self.disturb(name)
@@ -255,6 +278,8 @@ class World:
 
     def start(self, name: str) -> None:
         process = self.processes[name]
+        if self.resumed and (process.ended or process.task is not None):  # whoever killed it before starts it, too
+            return
         self.hung.discard(name)
         if name in HOME and process.deaths and self.forming is not None:
             self.ranks[name] = self.forming.choice([1, 2])

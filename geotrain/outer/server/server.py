@@ -423,12 +423,14 @@ class Server(ABC):
         """Load what `state` returned. Raises ParameterMapError when it is another model's, or is cut otherwise."""
         self.parameter_map.check_digest(meta["parameter_map_digest"])
         self.fragments.clear()
-        self.fragments.update((number, Counts(**saved)) for number, saved in meta["fragments"])
+        for number, saved in meta["fragments"]:
+            waiting = {name: sent for name, sent in saved["waiting"].items() if name in self.members}
+            self.fragments[number] = Counts(**{**saved, "waiting": waiting})
         self.data, self.origin = meta["data"] or self.data, meta["origin"]
         if self.intake.norms and meta["norms"]:
             self.intake.norms.load(meta["norms"])
         for name, saved in meta["members"].items():
-            # A resumed run may have other members: of those that it has no more nothing is kept.
+            # A resumed run may have other members: of those that it has no more nothing is kept, none is answered.
             if name in self.members:
                 self.members[name].load(saved)
                 self.membership.note_share(name)
