@@ -8,7 +8,7 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -215,7 +215,7 @@ KINDS: list[Kind] = [
 ]
 
 
-async def befall(world: World) -> None:
+async def befall(world: World, kinds: Sequence[Kind] = KINDS) -> None:
     """Let up to fourteen things befall the run, some of them at the same time."""
     if not in_rounds(world) and world.random.random() < 0.25:
         first = world.random.randrange(0, world.run_config.data.train_samples, STEP)
@@ -223,17 +223,22 @@ async def befall(world: World) -> None:
     happening = []
     for _ in range(world.random.randint(0, 14)):
         await asyncio.sleep(world.random.expovariate(1 / 2.0))
-        happening.append(asyncio.ensure_future(world.random.choice(KINDS)(world)))
+        happening.append(asyncio.ensure_future(world.random.choice(kinds)(world)))
     await asyncio.gather(*happening)
 
 
-async def goes_on_without_a_worker(world: World) -> None:
-    """All die at once, whatever befalls them beside, and the run is resumed with a cluster that lacks a worker."""
-    happening = asyncio.ensure_future(befall(world))
+async def goes_on_without(world: World) -> None:
+    """All die at once, whatever befalls them beside, and the run is resumed with a cluster that lacks a worker, or a
+    region, which was drained before or not."""
+    happening = asyncio.ensure_future(befall(world, [kind for kind in KINDS if kind is not is_drained]))
     await asyncio.sleep(world.random.uniform(2.0, 90.0))
+    gone = world.random.choice(["a", "b", "us"])
+    if gone == "us" and world.random.random() < 0.5:
+        await is_drained(world)
     # In rounds such a worker takes with it what it had of the round.
-    if not in_rounds(world) and not any(process.ended for process in world.processes.values()):
-        world.resume_without(world.random.choice(["a", "b"]))
+    stay = [p for p in world.processes.values() if gone not in (p.name, site(p.name), HOME.get(p.name))]
+    if not in_rounds(world) and not any(process.ended for process in stay):
+        world.resume_without(gone)
     await happening
 
 

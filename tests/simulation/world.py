@@ -247,25 +247,28 @@ class World:
             self.note(name, "is started a second time")
             self.start(name)
 
-    def resume_without(self, worker: str) -> None:
-        """Kill all, and start a run of all but this worker.
+    def resume_without(self, gone: str) -> None:
+        """Kill all, and start a run of all but this worker or region.
 
         The account knows nothing of such a change, and is left out: servers must go on, and train all samples.
         """
-        self.note(GLOBAL, f"is resumed without {worker}")
+        self.note(GLOBAL, f"is resumed without {gone}")
+        for name, process in self.processes.items():
+            self.kill(name)
+            process.expected, process.ended = None, gone in (name, site(name), HOME.get(name))
+            process.kept.clear()
+            if process.ended:
+                self.disturb(name)
         regions = [
-            r.model_copy(update={"workers": [w for w in r.workers if w.name != worker]}) for r in self.cluster.regions
+            region.model_copy(update={"workers": tuple(w for w in region.workers if w.name != gone)})
+            for region in self.cluster.regions
+            if region.name != gone
         ]
-        self.cluster = self.cluster.model_copy(update={"regions": tuple(regions)})
+        self.cluster, self.resumed = self.cluster.model_copy(update={"regions": tuple(regions)}), True
         self.account = MagicMock(copied=False, older={GLOBAL: ""})
         self.account.ever.__contains__.return_value = True
         whole = SimpleNamespace(start=0, samples=self.run_config.data.train_samples)
         self.account.reached.items.return_value = [(whole, self.parameter_map.fragments)]
-        for name in self.processes:
-            self.kill(name)
-            self.processes[name].expected = None
-        self.processes[worker].ended = self.resumed = True
-        self.disturb(worker)
         for name in self.processes:
             self.start(name)
 
@@ -340,7 +343,7 @@ class World:
             return  # it comes back from its copy with what waits to go up, of which the account would know nothing
         assert process.folder is not None
         shutil.rmtree(process.folder, ignore_errors=True)
-        process.expected = process.kept[whole[-1]] if whole else None
+        process.expected = process.kept.get(whole[-1]) if whole else None
         for region in REGIONS if name == GLOBAL else ():  # it may have forgotten them, and end without them
             self.disturb(region)
         if shard or ledger or server == GLOBAL:

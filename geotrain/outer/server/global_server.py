@@ -418,4 +418,4 @@ class GlobalServer(Server):
         self.losses = LossWatch(meta.get("losses", ()))  # older snapshots have none
         steered = meta["steered"]
         set_attributes(self, STEERED, steered)
-        self.draining = set(steered["draining"])
+        self.draining = set(steered["draining"]) & self._workers_of.keys()  # a region that was drained may be gone
