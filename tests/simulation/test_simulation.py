@@ -36,13 +36,14 @@ print(*(digest(live(int(seed))) for seed in sys.argv[1:]))
 # snapshots that lacked tensors, a replay that gave another command, ranks of one worker that got two replies, a lease
 # of which a part had gone up before its region started over, a worker's lease of before its region lost its disk,
 # data that came back after the last weights. Of answers that wait: a deadline that passed while an update travelled,
-# those who wait since before a restart; a shard whose ledger had its last word, of which it did not know.
+# those who wait since before a restart; a shard whose ledger had its last word, of which it did not know; a shard
+# without weights, whose ledger counted as dead and had nothing to say.
 @pytest.mark.parametrize(
     "seeds",
     [
         *(range(10), range(10, 20), range(20, 30), [*range(30, 40), 44], [1197, 1330, 1400, 1543, 1720, 1771]),
         [7_700_088, 7_700_154, 7_700_310, 7_700_335, 7_700_586, 41_000_007, 555_010_038, 613_000_186],
-        [47, 347, 58_000_073],
+        [47, 347, 58_000_073, 810_002_926],
     ],
 )
 def test_every_life_ends_and_loses_nothing(seeds: Sequence[int]) -> None:

@@ -267,7 +267,7 @@ class RegionClient:
             ack = await self._persist(partial(self.link.beat, 0, self.metrics()))
             if ack.over and not self.server.over:
                 await self.server_thread.persist(RunComplete())
-            if ack.silent and await self.server_thread.read(self.server.waits_to_send):  # its shards cannot say so
+            if ack.silent and await self.server_thread.read(self.server.needs_to_join):  # its shards cannot say so
                 raise _SessionOver
             if ack.recalled and await self.server_thread.read(lambda: any(map(leases.spare, leases.held))):
                 await self.server_thread.persist(Recall())

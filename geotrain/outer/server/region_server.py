@@ -383,9 +383,11 @@ class RegionServer(Server):
         ends = final is not None and len(final) < len(self.all) and self.ends(name)
         return asks or ends or super().waited_for_by(name)
 
-    def waits_to_send(self) -> bool:
-        """Whether there is training here that the global server is not known to have."""
-        return bool(self.worker_data.trained or self.worker_data.leases.contained)
+    def needs_to_join(self) -> bool:
+        """Whether the global server, which takes this region for dead, must know that it lives: there is training
+        here that it is not known to have, or there are workers, whose weights shards get once they have joined."""
+        trained = self.worker_data.trained or self.worker_data.leases.contained
+        return bool(trained or (self.part.dealt and not self.membership.idle))
 
     # -- what is said by facts
 
