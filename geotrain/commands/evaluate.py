@@ -112,7 +112,9 @@ def loss_of_weights(run: RunConfig, weights: Iterable[tuple[str, Tensor]], go_on
     config = transformers.CONFIG_MAPPING[run.model.config["model_type"]].from_dict(run.model.config)
     # As a checkpoint: of experts, and of some families' layers, the model itself has other names and shapes.
     kind = family_of(run.architecture.model_type).transformers_class
-    taken = {name: tensor.bfloat16() for name, tensor in weights}
+    a = run.architecture
+    further = tuple(f"model.layers.{i}." for i in range(a.decoder_layers, a.layers))  # nothing to transformers
+    taken = {name: tensor.bfloat16() for name, tensor in weights if not name.startswith(further)}
     model = load_model(None, kind, config=config, state_dict=taken, dtype=torch.float32)
     length, inside = run.data.sequence_length, run.data.attention == "document"
     batch = max(1, TOKENS_AT_ONCE // length)

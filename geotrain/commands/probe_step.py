@@ -45,16 +45,17 @@ def reduced(run: RunConfig, slots: int, memory_bytes: float) -> RunConfig:
     whole = completed(run.deepspeed, run.total_steps)
     block = {k: v for k, v in whole.items() if k != "gradient_accumulation_steps"}
     block["train_batch_size"] = micro * MICRO_BATCHES * slots // parallel.replica_ranks
-    layers = int(run.model.config["num_hidden_layers"])
+    layers, a = int(run.model.config["num_hidden_layers"]), run.architecture
+    least = max(1, a.predicting, a.experts.dense_layers + 1 if a.experts else 1)
     while True:
         model = run.model.model_copy(update={"config": {**run.model.config, "num_hidden_layers": layers}})
         small = run.model_copy(update={"model": model, "parallel": parallel, "deepspeed": block, "acco": None})
         needed = memory_per_rank(
             small.architecture, parallel, slots, block, run.data.sequence_length, run.model.recompute
         )
-        if needed.total_bytes <= FULL * memory_bytes or layers == 1:
+        if needed.total_bytes <= FULL * memory_bytes or layers <= least:
             return small
-        layers = max(1, layers // 2)
+        layers = max(least, layers // 2)
 
 
 def run_step(

@@ -168,8 +168,8 @@ def check_layout(
         )
     if (held := len(parallel.layers_of(pp - 1, architecture.layers))) <= architecture.predicting:
         raise ConfigError(
-            f"parallel: the last of {pp} pipeline stages has {held} layers, all of which predict further tokens; "
-            "lower parallel.pipeline, or give it one more by parallel.stage_layers"
+            f"parallel: the last of {pp} pipeline stages needs {architecture.predicting + 1} layers, one before "
+            f"those that predict further tokens, and has {held}; lower parallel.pipeline or set parallel.stage_layers"
         )
     if parallel.sequence and tp == 1:
         raise ConfigError("parallel.sequence = true needs parallel.tensor > 1; set one of the two")

@@ -213,11 +213,10 @@ def activation_bytes(
       which tensor ranks divide only the latter: of each expert a rank has a part for the tokens of all; and
       what the router knows of each expert, three fp32 numbers. That each gets its share of the tokens is assumed: the
       fullest rank has more where the balance is poor.
+    - of a layer that predicts further tokens, 6h more: inputs of its norms, of its projection and of the head
 
     With FP8 linear layers keep a copy of their inputs, of one byte an element, in place of the inputs themselves:
     half of 2h and of f. What attention gives is kept by it, too, so that its copy, half of q, comes on top.
-
-    - of a layer that predicts further tokens, 6h more: inputs of its norms, of its projection and of the head
 
     `full` recomputation keeps h a layer, and one layer at once in backward; `selective` recomputes the attention,
     which keeps nothing of note here but its mask. Logits are kept in fp32, beside a low-precision copy.

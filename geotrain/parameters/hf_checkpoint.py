@@ -48,8 +48,15 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, t
         architecture = architecture_from_hf(config)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{folder / 'config.json'}: {error}") from None
-    parameters = canonical_parameters(architecture)
     files = _locate(folder)
+    further = tuple(f"model.layers.{i}." for i in range(architecture.decoder_layers, architecture.layers))
+    if further and not any(name.startswith(further) for name in files):
+        log.warning(
+            "%s: has none of its config's layers that predict further tokens, as transformers saves it", folder
+        )
+        config = {**config, "num_nextn_predict_layers": 0}
+        architecture = architecture_from_hf(config)
+    parameters = canonical_parameters(architecture)
     missing = [p.name for p in parameters if p.name not in files]
     if missing:
         hint = "; set tie_word_embeddings to true if the head is tied" if missing == [HEAD] else ""
@@ -57,11 +64,9 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, t
     expected = {p.name for p in parameters} | ({HEAD} if architecture.tied_embeddings else set())
     # Layers that predict further tokens may hold the embedding and the head once more. Old checkpoints also hold a
     # table of rotary frequencies, which follows from the config.
-    predicting = range(architecture.decoder_layers, architecture.layers)
-    copies = "embed_tokens.weight", "shared_head.head.weight"
-    expected |= {f"model.layers.{layer}.{copy}" for layer in predicting for copy in copies}
-    further = architecture.decoder_layers + sum(int(config.get(key) or 0) for key in PREDICTING)
-    beyond = "mtp.", *(f"model.layers.{layer}." for layer in range(architecture.layers, further))
+    expected |= {f"{layer}{copy}.weight" for layer in further for copy in ("embed_tokens", "shared_head.head")}
+    last = architecture.decoder_layers + sum(int(config.get(key) or 0) for key in PREDICTING)
+    beyond = "mtp.", *(f"model.layers.{layer}." for layer in range(architecture.layers, last))
     left_out = [name for name in files if name.startswith(beyond)]
     if left_out:
         log.warning("%s: %s of multi-token prediction, and left out", folder, some(left_out))

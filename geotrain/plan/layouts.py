@@ -137,9 +137,10 @@ def parallels(task: PlanTask, slots: int, most_pipeline: int) -> Iterator[Parall
                         "context": cp,
                         "expert": ep,
                     }
-                    if a.layers % pp and task.run.parallel.stage_layers is None:
+                    even = a.layers % pp == 0 and a.layers // pp > a.predicting
+                    if not even and task.run.parallel.stage_layers is None:
                         sums = layer_sums(a, length, task.run.model.recompute)
-                        cut["stage_layers"] = divide([sums] * pp, [a.layers] * pp)
+                        cut["stage_layers"] = divide([sums] * pp, [a.layers] * pp, a.predicting)
                     yield task.run.parallel.model_copy(update=cut)
 
 

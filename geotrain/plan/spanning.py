@@ -138,7 +138,8 @@ def mixed_layouts(task: PlanTask, hosts: Sequence[Host], refused: Refusals, kept
                 )
                 shape = MixedShape(stages, slots, width, parallel.model_copy(update={"pipeline": pipeline}))
                 sums_s = [_sample_s(task, parallel, stage[0]) for of in stages for stage in of]
-                layers = divide(sums_s, [task.architecture.layers] * pipeline)
+                a = task.architecture
+                layers = divide(sums_s, [a.layers] * pipeline, a.predicting)
                 if layers is not None:
                     ends = [0, *accumulate(layers)]
                     took_s = [sums[ends[s + 1]] - sums[ends[s]] for s, sums in enumerate(sums_s)]
@@ -180,7 +181,8 @@ def _divided(task: PlanTask, shape: MixedShape, micro: int, refused: Refusals) -
         return [(sum(parts.values()), room) for parts, room in zip(memory, rooms, strict=True)]
 
     try:
-        layers = divide_within([_sample_s(task, shape.parallel, stage[0]) for stage in stages], needs)
+        sums_s = [_sample_s(task, shape.parallel, stage[0]) for stage in stages]
+        layers = divide_within(sums_s, needs, task.architecture.predicting)
     except ConfigError as error:
         refused.rule = refused.rule or str(error)
         return None

@@ -5,11 +5,18 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
-from geotrain.families import FAMILIES, UnsupportedModelError, architecture_from_hf
-from geotrain.parameters.parameter_map import canonical_parameters, digest
-from tests.support.families import MAMBA
+from geotrain.config import ParallelConfig
+from geotrain.families import FAMILIES, UnsupportedModelError, architecture_from_hf, family_of
+from geotrain.monitor.utilization import training_flops_per_token
+from geotrain.parallelism.local_parameters import local_parameters
+from geotrain.parallelism.memory import activation_bytes
+from geotrain.parameters.parameter_map import active_parameter_count, canonical_parameters, digest
+from geotrain.plan.model.division import divide
+from geotrain.plan.model.work import stage_flops, token_flops
+from tests.support.families import MAMBA, PREDICTING
 from tests.support.real_models import REFUSED
 
 BASE = {
@@ -66,3 +73,29 @@ def test_what_is_not_built_is_refused_with_the_reason(name: str) -> None:
     config, reason = REFUSED[name]
     with pytest.raises(UnsupportedModelError, match=re.escape(reason)):
         architecture_from_hf(config)
+
+
+def test_what_predicts_further_tokens_is_a_layer_more() -> None:
+    stated = {key: value for key, value in PREDICTING.items() if key != "mtp_loss_factor"}
+    a, plain = (architecture_from_hf({**stated, "num_nextn_predict_layers": count}) for count in (2, 0))
+    assert (a.layers, a.decoder_layers, a.predicting_loss) == (4, 2, 0.3) and a.residual_std == plain.residual_std
+    family, h = family_of(a.model_type), a.hidden_size
+    assert family.hf_config(a)["mtp_loss_factor"] == 0.3 and family.divided(a)["hidden_size"] == h
+    held = {place.name: place for place in local_parameters(a, ParallelConfig(), 0, 0)}
+    assert held["decoder.layers.3.eh_proj.weight"].is_hidden_matrix
+    stds = {p.name: p.init_std for p in canonical_parameters(a)}
+    assert stds["model.layers.2.eh_proj.weight"] == a.init_std
+    # A projection of twice the width, and the head once more, which `full` does not compute again.
+    one, other = token_flops(a, 16, 1), token_flops(a, 16, 3)
+    assert other.layer - one.layer == 4 * h * h + one.head
+    forward, backward = stage_flops(a, 16, range(2, 4), "full")
+    assert forward == 2 * other.layer + one.head and backward == 3 * forward - 3 * one.head
+    attention = 6 * a.layers * a.heads * (a.query_dim + a.value_dim) * 16
+    parameters = active_parameter_count(a) - (1 - a.predicting) * a.vocab_size * h
+    assert training_flops_per_token(a, 16) == 6 * parameters + attention
+    cut = ParallelConfig(pipeline=2, stage_layers=(1, 3))
+    kept = [activation_bytes(each, cut, 16, 4, "none", 0, 1) for each in (a, plain)]
+    assert kept[0] == kept[1]  # of the first stage
+    layers = [np.arange(14.0)] * 4
+    cuts = [divide(layers, [13] * 4, behind) for behind in (0, 4, 11)]
+    assert [cut and cut[-1] for cut in cuts] == [3, 5, None]

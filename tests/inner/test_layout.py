@@ -86,7 +86,7 @@ REFUSED = [
     case("model config: intermediate_size = 49", 2, 1, True, model={**DEEPSEEK, "intermediate_size": 49}),
     case("parallel.expert = 2 … layers 0 to 0 of 2 … parallel.pipeline = 2 … leave out deepspeed", 1, 2, expert=2,
          ranks=4, model=DEEPSEEK, deepspeed=block(zero_optimization=OFFLOADED)),
-    case("last of 2 pipeline stages has 2 layers … predict", 1, 2, ranks=2, model=PREDICTING),
+    case("last of 2 pipeline stages needs 3 layers … and has 2", 1, 2, ranks=2, model=PREDICTING),
     case("num_hidden_layers + num_nextn_predict_layers = 4", 1, 3, ranks=3, model=PREDICTING),
 ]  # fmt: skip
 

@@ -200,8 +200,18 @@ def test_a_run_may_leave_out_what_predicts_further_tokens(place: Path, caplog: p
     begun = dict(read_start(files()[0]))
     assert all(torch.equal(begun.pop(p.name), initial_tensor(p, 1)) for p in parameters if p.layer not in (2, 3))
     assert not begun
+    change("run.json", model__config={**config, "mtp_loss_factor": 0.1})
+    assert refused() == []
     change("run.json", model__config={**config, "num_nextn_predict_layers": 1})
     assert "num_nextn_predict_layers = 2, in the run's model 1" in refused()[0]
+    # transformers saves the config as it was, and no such layer
+    kept = [p for p in parameters if p.layer not in (2, 3)]
+    write_checkpoint(
+        ((p.name, initial_tensor(p, 1)) for p in kept), {**config, "num_nextn_predict_layers": 0}, place / "t"
+    )
+    (place / "t/config.json").write_text((place / "w/config.json").read_text())
+    change("run.json", model__init_from="t")
+    assert "num_nextn_predict_layers = 0, in the run's model 1" in refused()[0]
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}

@@ -11,7 +11,7 @@ from geotrain.commands import dry_run
 from geotrain.config import ClusterConfig, RunConfig, parse
 from geotrain.launch.host_check import hosts_of
 from geotrain.launch.run_rules import doubts, misfits
-from tests.support.families import NEMOTRON_3
+from tests.support.families import NEMOTRON_3, PREDICTING
 from tests.support.plan_cases import small_run
 
 
@@ -107,6 +107,8 @@ def test_layers_that_are_left_out_are_told() -> None:
     config = {**NEMOTRON_3, "num_nextn_predict_layers": 1}
     found = list(doubts(run.model_copy(update={"model": run.model.model_copy(update={"config": config})}), cluster))
     assert sum("num_nextn_predict_layers = 1: the layers that predict tokens" in note for note in found) == 1
+    built = run.model_copy(update={"model": run.model.model_copy(update={"config": PREDICTING})})
+    assert not any("predict tokens" in note for note in doubts(built, cluster))
 
 
 @pytest.mark.parametrize(
