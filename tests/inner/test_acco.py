@@ -62,7 +62,7 @@ def compare(case: Case, ranks: list[list[Step]], gradients: dict[str, Any], chec
             spared = step if case.bits else 0
             assert distance(masters(case, list(steps)), ref.x, spared) < per_step * (step + 1), (case, step)
         now = canonical(case, [ours.now for ours in steps])
-        assert check_now(now, ref.now, committed), (case, step)
+        assert check_now(now, ref.now, committed, step), (case, step)
         ref.now = now  # each step is judged by itself
     assert all(sum(c) == BATCH for c in counts), f"{case}, {counts}"
     usual = BATCH // case.replicas
@@ -74,14 +74,15 @@ def compare(case: Case, ranks: list[list[Step]], gradients: dict[str, Any], chec
         assert len(parts[0][0]) == first_part(case.settings, usual), "the last window is split as planned"
 
 
-def close(now: Weights, expected: Weights, committed: Weights) -> bool:
+def close(now: Weights, expected: Weights, committed: Weights, step: int) -> bool:
     return distance(now, expected) < 20 * PER_STEP
 
 
-def close_but_for_rounding(now: Weights, expected: Weights, committed: Weights) -> bool:
-    """In single precision a value, or the scale of its block, may get the neighbouring code: rarely."""
+def close_but_for_rounding(now: Weights, expected: Weights, committed: Weights, step: int) -> bool:
+    """In single precision a value, or the scale of its block, may get the neighbouring code: rarely, and in each step
+    as much oftener as masters are further apart."""
     ours, theirs, before = (torch.cat([x.view(-1) for x in w.values()]) for w in (now, expected, committed))
-    rare = ((ours - theirs).abs() > 1e-6).double().mean() < 0.03
+    rare = ((ours - theirs).abs() > 1e-6).double().mean() < 0.01 * (step + 1)
     return bool(rare and (ours - theirs).norm() < 0.05 * (theirs - before).norm() + 20 * PER_STEP * ours.norm())
 
 
