@@ -18,7 +18,7 @@ from geotrain.data.tokens import DataError
 from geotrain.families import family_of
 from geotrain.inner.model.documents import cu_seqlens, inside_documents
 from geotrain.kernels.devices import cuda_devices
-from geotrain.parameters.hf_checkpoint import HFCheckpointError, some
+from geotrain.parameters.hf_checkpoint import HFCheckpointError, predicting_names, some
 
 USUAL_LENGTH = 1024  # tokens of a sample, when none are asked for
 TOKENS_AT_ONCE = 8192  # of a run's final validation: a batch's logits are 4 bytes for each and each id
@@ -112,8 +112,7 @@ def loss_of_weights(run: RunConfig, weights: Iterable[tuple[str, Tensor]], go_on
     config = transformers.CONFIG_MAPPING[run.model.config["model_type"]].from_dict(run.model.config)
     # As a checkpoint: of experts, and of some families' layers, the model itself has other names and shapes.
     kind = family_of(run.architecture.model_type).transformers_class
-    a = run.architecture
-    further = tuple(f"model.layers.{i}." for i in range(a.decoder_layers, a.layers))  # nothing to transformers
+    further = predicting_names(run.architecture)  # nothing to transformers
     taken = {name: tensor.bfloat16() for name, tensor in weights if not name.startswith(further)}
     model = load_model(None, kind, config=config, state_dict=taken, dtype=torch.float32)
     length, inside = run.data.sequence_length, run.data.attention == "document"

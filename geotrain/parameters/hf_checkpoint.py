@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from geotrain.common.files import git_lfs_pointer
-from geotrain.config import ConfigError, RunConfig
+from geotrain.config import Architecture, ConfigError, RunConfig
 from geotrain.families import UnsupportedModelError, architecture_from_hf, family_of
 from geotrain.parameters.hub import SCHEME, HubError, download
 from geotrain.parameters.initial import initial_tensor
@@ -37,6 +37,11 @@ class HFCheckpointError(ValueError):
     """A checkpoint folder cannot be read or written. Says which folder or tensor, and what to do."""
 
 
+def predicting_names(a: Architecture) -> tuple[str, ...]:
+    """List what the names of the tensors of each layer that predicts further tokens begin with."""
+    return tuple(f"model.layers.{layer}." for layer in range(a.decoder_layers, a.layers))
+
+
 def read_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, torch.Tensor]]]:
     """Read a checkpoint's config and, one at a time in canonical order, its tensors as they are stored.
 
@@ -49,7 +54,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], Iterator[tuple[str, t
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{folder / 'config.json'}: {error}") from None
     files = _locate(folder)
-    further = tuple(f"model.layers.{i}." for i in range(architecture.decoder_layers, architecture.layers))
+    further = predicting_names(architecture)
     if further and not any(name.startswith(further) for name in files):
         log.warning(
             "%s: has none of its config's layers that predict further tokens, as transformers saves it", folder

@@ -60,9 +60,11 @@ def compare(case: Case, ranks: list[list[Step]], gradients: dict[str, Any], chec
             assert ours.tokens == count * SEQUENCE
         if steps[0].masters is not None:
             spared = step if case.bits else 0
-            assert distance(masters(case, list(steps)), ref.x, spared) < per_step * (step + 1), (case, step)
+            held = masters(case, list(steps))
+            assert distance(held, ref.x, spared) < per_step * (step + 1), (case, step)
+            ref.x = held  # as `now` below: what differs by rounding would move more codes with each step
         now = canonical(case, [ours.now for ours in steps])
-        assert check_now(now, ref.now, committed, step), (case, step)
+        assert check_now(now, ref.now, committed), (case, step)
         ref.now = now  # each step is judged by itself
     assert all(sum(c) == BATCH for c in counts), f"{case}, {counts}"
     usual = BATCH // case.replicas
@@ -74,15 +76,14 @@ def compare(case: Case, ranks: list[list[Step]], gradients: dict[str, Any], chec
         assert len(parts[0][0]) == first_part(case.settings, usual), "the last window is split as planned"
 
 
-def close(now: Weights, expected: Weights, committed: Weights, step: int) -> bool:
+def close(now: Weights, expected: Weights, committed: Weights) -> bool:
     return distance(now, expected) < 20 * PER_STEP
 
 
-def close_but_for_rounding(now: Weights, expected: Weights, committed: Weights, step: int) -> bool:
-    """In single precision a value, or the scale of its block, may get the neighbouring code: rarely, and in each step
-    as much oftener as masters are further apart."""
+def close_but_for_rounding(now: Weights, expected: Weights, committed: Weights) -> bool:
+    """In single precision a value, or the scale of its block, may get the neighbouring code: rarely."""
     ours, theirs, before = (torch.cat([x.view(-1) for x in w.values()]) for w in (now, expected, committed))
-    rare = ((ours - theirs).abs() > 1e-6).double().mean() < 0.01 * (step + 1)
+    rare = ((ours - theirs).abs() > 1e-6).double().mean() < 0.03
     return bool(rare and (ours - theirs).norm() < 0.05 * (theirs - before).norm() + 20 * PER_STEP * ours.norm())
 
 

@@ -62,7 +62,7 @@ def test_a_part_that_a_dead_server_had_is_sent_again() -> None:
     assert violations(world) == [] and world.processes["eu"].deaths == 3
 
 
-def test_a_run_goes_on_without_that_its_cluster_has_no_more() -> None:
+def test_a_run_goes_on_without_what_its_cluster_has_no_more() -> None:
     drawn = seed_of("LIVES_SEED")
     lives = {seed: live(seed, goes_on_without) for seed in (8, 71, *range(drawn, drawn + 4))}
     assert {seed: found for seed, world in lives.items() if (found := violations(world))} == {}

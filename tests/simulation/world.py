@@ -119,9 +119,7 @@ class Process:
     deaths: int = 0
     expected: dict[str, Any] | None = None  # the dead incarnation's durable state, which the next one must find
     kept: dict[str, Any] = field(default_factory=dict)  # checkpoint id → what its snapshot must give back
-    rotten: dict[str, int] = field(
-        default_factory=dict
-    )  # member → newest snapshot as a bit of what it was sent flipped
+    rotten: dict[str, int] = field(default_factory=dict)  # member → newest snapshot when a bit of its `sent` flipped
     ended: bool = False  # in good order
 
 
