@@ -192,6 +192,7 @@ class OuterLoop:
         self._counted: Iterator[range] | None = None  # steps, where the loop has data of its own
         # Steps: how often `after_step` was called; how many may have been trained; how many the data side has read.
         self._steps = self._given = self._read = 0
+        self._over = False  # whether a step was passed over, since the run had ended before any
         self._ahead, self._further = 0, True  # steps read ahead at the last step; whether it was more at each so far
         line = JobLine(run.monitor.every_s)
 
@@ -360,8 +361,8 @@ class OuterLoop:
         RuntimeError: no step's data was given for it by `batches`, `indices` or `samples`; the model is not what it
         was at the start.
         """
-        if self._joined and (self._counted is not None or not self._read):
-            self._count()
+        if self._joined and (self._counted is not None or not self._read) and not self._count():
+            return
         reads = self.rank.rank == 0 or self._read  # Trainer's first process reads for all
         if self._steps >= self._given and reads and not self.finished:
             raise RuntimeError(
@@ -381,13 +382,18 @@ class OuterLoop:
         self.loop.after_step(OwnStep(given, lr, grad_norm, usual if tokens is None else tokens))
         self.loop.watch.begin_step(self.loop.step_samples)
 
-    def _count(self) -> None:
-        """Take a step of a lease, which has no data here."""
+    def _count(self) -> bool:
+        """Take a step of a lease, which has no data here. False, once: the run was over before there was one, as for
+        who joins when it ends."""
         while not self.finished:
             self._counted = self._counted or self.samples()
             if next(self._counted, None) is not None:
-                return
+                return True
             self._counted = None  # it may end before steps come back from who has died
+        if self._over or self._steps:
+            raise RuntimeError("after_step is called, and the run is over: leave the loop where `finished` says so")
+        self._over = True
+        return False
 
     def _save(self, job: int) -> None:
         if trouble := self._files.save(job):

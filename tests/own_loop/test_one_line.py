@@ -124,6 +124,21 @@ def test_a_served_run_goes_on_in_another_folder_at_another_port(alone: Alone) ->
     assert status(run.run / "run.json", "global")["committed_samples"] == steps
 
 
+def test_who_gets_no_data_passes_over_a_step_and_has_finished(alone: Alone, tmp_path: Path) -> None:
+    """Two join for one lease: whoever is late ends as well, and is told where its loop goes on all the same."""
+    run = alone("late")
+    server, eu = run.serve(steps=8, workers=2), run.join("eu", 8)
+    with geotrain.OuterLoop.join(
+        f"127.0.0.1:{run.port}", "us", network(), every=8, token=run.token, folder=tmp_path
+    ) as outer:
+        while not outer.finished:
+            outer.after_step(1.0)
+        with pytest.raises(RuntimeError, match="leave the loop where `finished` says so"):
+            outer.after_step(1.0), outer.after_step(1.0)
+    run.ended(server, eu)
+    assert sum(event["samples"] for event in run.events("UpdateApplied")) == 8
+
+
 @LONG
 @pytest.mark.parametrize("rule", ["halos", "diloco", "local-sgd"])
 def test_rules_by_name(alone: Alone, rule: str) -> None:

@@ -20,10 +20,11 @@ from geotrain.common.names import GLOBAL
 from geotrain.config import codec_config
 from geotrain.config.outer import OverlapConfig
 from geotrain.monitor.events import SnapshotWritten
+from geotrain.net.transport import rpc, wire
 from geotrain.outer.events import Joined, UpdateStage
 from geotrain.outer.messages import Lease, update_id
 from tests.simulation.account import STEP
-from tests.simulation.network import site
+from tests.simulation.network import PROCESS, site
 from tests.simulation.worker import HOME, REGIONS
 from tests.simulation.world import DISK_LOST, EVERY_S, World, durable, operate
 
@@ -220,11 +221,26 @@ async def befall(world: World, kinds: Sequence[Kind] = KINDS) -> None:
     if not in_rounds(world) and world.random.random() < 0.25:
         first = world.random.randrange(0, world.run_config.data.train_samples, STEP)
         world.spoiled = range(first, first + STEP)
-    happening = []
+    happening = [asyncio.ensure_future(is_mimicked(world))] if world.mimicked else []
     for _ in range(world.random.randint(0, 14)):
         await asyncio.sleep(world.random.expovariate(1 / 2.0))
         happening.append(asyncio.ensure_future(world.random.choice(kinds)(world)))
     await asyncio.gather(*happening)
+
+
+async def is_mimicked(world: World) -> None:
+    """A worker with a certificate of its own speaks for another, and as the operator: nobody listens."""
+    await asyncio.sleep(world.random.uniform(1.0, 20.0))
+    server = world.processes["eu"].host
+    member = server and server.server.members.get("a")  # type: ignore[attr-defined]
+    if member is not None:
+        leave = rpc.SayLeave("a", member.incarnation, 0, (99,) * len(world.parameter_map.fragments))
+        PROCESS.set("b")
+        calls = [("leave", leave), ("control", rpc.Control("expel", "a")), ("control", rpc.Control("snapshot"))]
+        for call, said in calls:
+            with suppress(aio.AioRpcError):
+                await world.channel("worker", "b", "eu").unary_unary(f"/{rpc.SERVICE}/{call}")(wire.pack(said))
+                world.faults.append(f"{said} of another was obeyed")
 
 
 async def goes_on_without(world: World) -> None:
@@ -310,6 +326,7 @@ def settings_of(seed: int) -> dict[str, Any]:
         "shards": shards,
         "pieces": drawn.choice([1, 2]) if shards else 1,
         "copies": drawn.random() < 0.5 if shards else seed % 7 == 3,
+        "secure": seed % 3 == 0,
     }
     if rule != "sync":
         drawn_settings |= {"updates_per_send": drawn.randint(1, 3), "lease_reserve": drawn.choice([0, 0, 1, 2])}
@@ -335,6 +352,7 @@ def live(seed: int, work: Kind = befall) -> World:
             world.late = {name: coming.choice(at_s) for name in (*REGIONS, *HOME) if coming.random() < 0.08}
             if seed % 10 in (2, 9):  # none of the seeds that are kept for what they found
                 world.forming = random.Random(f"who loses hosts in {seed}")
+                world.mimicked = world.cluster.security is not None
         world.play(work, WITHIN_S)
         return world
     finally:

@@ -28,12 +28,12 @@ from geotrain.net.server import (
 from geotrain.net.server.rate_limits import RateLimits
 from geotrain.net.server.resumable_uploads import ResumableUploads
 from geotrain.net.storage import frozen_state, remote_snapshots
-from geotrain.net.transport import grpc_client, rpc, wire, worker_client
+from geotrain.net.transport import certs, grpc_client, rpc, wire, worker_client
 from geotrain.net.transport.tcp_counters import Traffic
 from geotrain.outer.server import lease_requests
 from tests.simulation.disk import Disk
 from tests.simulation.loop import VirtualLoop
-from tests.simulation.network import Network
+from tests.simulation.network import CREDENTIALS, Network
 
 FRAME_BYTES = 512  # so that transfers have several frames, and can break between them
 REGION_SILENT_S, WORKER_SILENT_S = 60.0, 25.0  # shorter than in the product: while all wait, nothing can break
@@ -74,6 +74,7 @@ class Machine:
             (server_host, "REGION_SILENT_S", REGION_SILENT_S),
             (server_host, "WORKER_SILENT_S", WORKER_SILENT_S),
             (listener, "aio", transport),
+            (certs, "grpc", CREDENTIALS),
             (rpc, "check_free", lambda address: None),
             (grpc_service, "RateLimits", functools.partial(RateLimits, clock=loop.time)),
             (grpc_service, "ResumableUploads", functools.partial(ResumableUploads, clock=loop.time)),

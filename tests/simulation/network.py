@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
+from cryptography import x509
 from grpc import aio
 
 PROCESS: contextvars.ContextVar[str] = contextvars.ContextVar("process")  # whose code is running
@@ -26,6 +28,21 @@ def site(process: str) -> str:
 
 def rpc_error(code: grpc.StatusCode, details: str, trailing: Any = ()) -> aio.AioRpcError:
     return aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*trailing), details)
+
+
+@cache
+def names_of(certificate: bytes) -> list[str]:
+    """Those that a certificate, a PEM text, was made for."""
+    extensions = x509.load_pem_x509_certificate(certificate).extensions
+    names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return names.get_values_for_type(x509.DNSName)
+
+
+# Takes the place of the name `grpc` where credentials are made of (authority, certificate).
+CREDENTIALS = SimpleNamespace(
+    ssl_channel_credentials=lambda authority, key, certificate: (authority, certificate),
+    ssl_server_credentials=lambda pairs, authority, required: (authority, pairs[0][1]),
+)
 
 
 class _Aborted(Exception):
@@ -140,7 +157,7 @@ class Call:
     def _reach(self, request: Any) -> None:
         server = self.network.servers.get(self.address)
         handler = server.handler(self.method) if server is not None else None
-        if server is None or handler is None:
+        if server is None or handler is None or not self.channel.trusts(server):
             self.network.loop.call_later(self.network.random.uniform(0.0, REFUSED_S), self.lose)
             return
         self.server = server
@@ -200,6 +217,9 @@ class Context:
     def peer(self) -> str:
         return f"ipv4:127.0.0.1:{self._call.channel.port}"
 
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {"x509_subject_alternative_name": [name.encode() for name in names_of(self._call.channel.own[1])]}
+
     async def read(self) -> Any:
         return await self._call.up.arrived.get()
 
@@ -216,10 +236,13 @@ class Context:
 
 
 class Channel:
-    """What `grpc.aio.insecure_channel` gives."""
+    """What `grpc.aio.insecure_channel` gives, and with credentials `secure_channel`."""
 
-    def __init__(self, network: Network, address: str) -> None:
+    def __init__(
+        self, network: Network, address: str, own: Any = None, options: Sequence[tuple[str, Any]] = ()
+    ) -> None:
         self.network, self.address, self.process = network, address, PROCESS.get()
+        self.own, self.options = own, options
         network.ports += 1
         self.port = network.ports  # of this end, by which a server knows the connection
 
@@ -227,6 +250,13 @@ class Channel:
         return lambda request=None, timeout=None: Call(self, method, request, timeout)
 
     unary_stream = stream_stream = unary_unary
+
+    def trusts(self, server: Server) -> bool:
+        """Whether a handshake with it succeeds, as far as this end decides: it has the name that is meant."""
+        if self.own is None or server.own is None:
+            return self.own is server.own
+        named = dict(self.options)["grpc.ssl_target_name_override"]
+        return bool(self.own[0] == server.own[0] and named in names_of(server.own[1]))
 
     async def close(self) -> None:
         for call in [c for c in self.network.calls if c.channel is self]:
@@ -243,9 +273,11 @@ class Server:
     def add_generic_rpc_handlers(self, handlers: tuple[Any, ...]) -> None:
         [self.handlers] = handlers
 
-    def add_insecure_port(self, address: str) -> int:
-        self.address = address
+    def add_insecure_port(self, address: str, own: Any = None) -> int:
+        self.address, self.own = address, own
         return int(address.rpartition(":")[2])
+
+    add_secure_port = add_insecure_port
 
     def handler(self, method: str) -> Any:
         return self.handlers.service(SimpleNamespace(method=method, invocation_metadata=()))
@@ -336,6 +368,7 @@ class Network:
         return SimpleNamespace(
             server=lambda **_: Server(self),
             insecure_channel=lambda address, options: Channel(self, address),
+            secure_channel=lambda address, own, options: Channel(self, address, own, options),
             AioRpcError=aio.AioRpcError,
             EOF=aio.EOF,
         )

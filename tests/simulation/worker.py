@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from geotrain.net.transport.certs import trust_between
 from geotrain.net.transport.fragment_links import shards_above
 from geotrain.outer.identity import identity_of
 from geotrain.outer.messages import Answer, Lease, LeaseRequest
@@ -36,7 +37,8 @@ class SimulatedWorker(FakeWorker):
         )
         there = world.server_of(name), parameter_map, world.run_config.outer, cut, identity
         shards = shards_above(world.cluster, parameter_map, "worker", name, HOME[name])
-        super().__init__(name, uuid.uuid4().hex, *there, shards=shards, deadline_s=1e6)
+        trust = trust_between(world.cluster, "worker", name, "region", HOME[name])
+        super().__init__(name, uuid.uuid4().hex, *there, trust, shards, deadline_s=1e6)
         self.waits = getattr(world.run_config.outer.rule, "answers", "") == "wait"
         for client in self.clients:
             client.on_acknowledged = self._acknowledged

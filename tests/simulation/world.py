@@ -4,10 +4,12 @@ threads, sockets and disks in the hand of one seed. Processes die, lose power, a
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextvars
 import itertools
 import random
 import shutil
+import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -33,13 +35,15 @@ from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.storage.recovery import Recovered, restarted
 from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore
 from geotrain.net.transport import rpc, wire
+from geotrain.net.transport.authority import ALWAYS, make_named
+from geotrain.net.transport.certs import OPERATOR, Role, open_channel, trust_between
 from geotrain.outer.events import Event, Left
 from geotrain.outer.messages import Refused
 from geotrain.outer.server.server import Server
 from geotrain.parameters.parameter_map import parameter_map_of
 from tests.simulation.account import STEP, Account
 from tests.simulation.machine import Machine
-from tests.simulation.network import PROCESS, Channel, site
+from tests.simulation.network import PROCESS, site
 from tests.simulation.worker import HOME, REGIONS, SimulatedWorker
 from tests.support.net_worlds import TINY, outer
 
@@ -60,6 +64,7 @@ def _configs(
     keep: int = 2,
     pieces: int = 1,
     ramp: tuple[int, int, int] | None = None,
+    secure: bool = False,
     **settings: Any,
 ) -> tuple[RunConfig, ClusterConfig]:
     skip = [] if rule == "sync" else [SKIPPED]
@@ -87,7 +92,18 @@ def _configs(
     ]
     above = [{"port": next(ports)} for _ in range(SHARDS) if GLOBAL in shards]
     cluster = {"name": "here", "global_server": {"port": 100}, "global_shards": above, "regions": regions}
+    cluster |= {"security": {"folder": certificates()}} if secure else {}
     return parse(RunConfig, raw, "run"), parse(ClusterConfig, cluster, "cluster")
+
+
+@cache
+def certificates() -> str:
+    """The folder of all processes' certificates, which all secure lives share."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    names: dict[Role, tuple[str, ...]] = {"shard": (GLOBAL, *REGIONS), "region": (*REGIONS,), "worker": (*HOME,)}
+    make_named("here", [*ALWAYS, *((role, name) for role in names for name in names[role])], Path(folder))
+    return folder
 
 
 class _Events:
@@ -162,6 +178,7 @@ class World:
         self.late: dict[str, float] = {}  # who comes only after so many seconds
         self.struck: set[str] = set()  # workers that may be refused for good
         self.resumed = False  # with another cluster
+        self.mimicked = False  # whether one speaks for another
         self.ranks = {name: 2 if name == "a" else 1 for name in HOME}
         self.forming: random.Random | None = None  # draws how many ranks a worker comes back with: hosts are lost
         self.acknowledged: set[tuple[str, str, int, int]] = set()
@@ -174,6 +191,12 @@ class World:
     def server_of(self, worker: str) -> str:
         """The address of a worker's server."""
         return self.addresses[HOME[worker]]
+
+    def channel(self, role: Role, name: str, server: str) -> Any:
+        """Open one as this member, or the operator, to a server or shard."""
+        to: Role = "shard" if site(server) != server else "global" if server == GLOBAL else "region"
+        trust = trust_between(self.cluster, role, name, to, site(server))
+        return open_channel(self.network.transport(), self.addresses[server], trust, ())
 
     def note(self, name: str, what: Any) -> None:
         self.record.append((self.loop.time(), name, what))
@@ -474,7 +497,7 @@ def durable(server: Server) -> dict[str, Any]:
 async def operate(world: World, what: str, name: str = "", server: str = GLOBAL) -> str:
     """Give an operator's command to a server, as `geotrain` does. Raises AioRpcError."""
     PROCESS.set("operator")
-    channel = Channel(world.network, world.addresses[server])
+    channel = world.channel("operator", OPERATOR, server)
     reply = await channel.unary_unary(f"/{rpc.SERVICE}/control")(wire.pack(rpc.Control(what, name)), timeout=60.0)
     answered: rpc.ControlReply = wire.unpack(reply, rpc.ControlReply)
     return answered.text

@@ -26,7 +26,8 @@ def code_lines(path: Path) -> int:
     return len(lines_of_code(path))
 
 
-def lines_of_code(path: Path) -> set[int]:
+@cache
+def lines_of_code(path: Path) -> frozenset[int]:
     """The numbers of a Python file's lines of code."""
     text = path.read_text()
     docstrings: set[int] = set()
@@ -38,7 +39,7 @@ def lines_of_code(path: Path) -> set[int]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in NO_CODE:
             held |= set(range(token.start[0], token.end[0] + 1))
-    return held - docstrings
+    return frozenset(held - docstrings)
 
 
 def sources(folders: Iterable[Path]) -> list[Path]:
