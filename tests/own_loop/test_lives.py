@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from geotrain.commands.operate import LiveRun
+from geotrain.config import ConfigError
 from geotrain.net.transport.grpc_client import Unreachable
 from tests.support.drawn import seed_of
 from tests.support.own_loops import AloneRun, own_runs
@@ -104,7 +105,7 @@ class Life:
 
     def _steer(self, what: str) -> None:
         def done() -> bool:
-            with suppress(Unreachable, OSError):
+            with suppress(Unreachable, ConfigError):  # nobody answers, or nobody has joined yet
                 return bool(LiveRun(self.run.run).steer(what))
             return False
 
