@@ -33,11 +33,7 @@ CHECKPOINT_JOBS = 8  # jobs between a worker's checkpoints, as in `checkpoint.ev
 @dataclass(frozen=True)
 class Study:
     """A training task, the same for all methods that are compared. steps: inner steps of the whole run, all workers
-    together.
-
-    batch, length: samples of an inner step, and bytes of a sample. quarter_of: worker → the kind of text it reads;
-    workers that are not in it read all kinds.
-    """
+    together. batch, length: samples of an inner step, and bytes of a sample."""
 
     steps: int
     hidden: int = 64
@@ -48,7 +44,6 @@ class Study:
     length: int = 64
     seed: int = 0
     inner: InnerSettings = field(default_factory=InnerSettings)
-    quarter_of: dict[str, int] = field(default_factory=dict)
 
     def model(self, device: str = "cpu") -> SmallLM:
         a = small_architecture(self.hidden, self.layers, self.heads, self.ffn, self.length)
@@ -101,7 +96,7 @@ class Fleet:
 
     def __call__(self, spec: WorkerSpec) -> Learning:
         assert self._models is None, "a world makes all its workers before the first of them is born"
-        self.members.append(Learning(self, len(self.members), self.study.quarter_of.get(spec.name)))
+        self.members.append(Learning(self, len(self.members)))
         return self.members[-1]
 
     @property
@@ -120,10 +115,7 @@ class Fleet:
     def _step(self, samples: Mapping[int, int]) -> list[tuple[int, Tensor]]:
         """Take a step of these rows, from their samples on. Returns their losses."""
         study, text = self.study, carried_text()
-        tokens = [
-            text.samples(first, self.samples, study.length, study.seed, self.members[row].quarter)
-            for row, first in samples.items()
-        ]
+        tokens = [text.samples(first, self.samples, study.length, study.seed) for first in samples.values()]
         shares = [(first + self.samples) / self.train_samples for first in samples.values()]
         rates = np.array([study.inner.rate(share) for share in shares])
         if len(samples) not in self._steps:
@@ -189,8 +181,8 @@ class Learning:
 
     every_step = True
 
-    def __init__(self, fleet: Fleet, row: int, quarter: int | None) -> None:
-        self.fleet, self.row, self.quarter = fleet, row, quarter
+    def __init__(self, fleet: Fleet, row: int) -> None:
+        self.fleet, self.row = fleet, row
         self.jobs = 0
         self.queue: deque[int] = deque()  # the first samples of the steps that have begun and are not computed
         self.losses: list[Tensor] = []
