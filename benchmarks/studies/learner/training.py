@@ -27,7 +27,6 @@ from geotrain.staging.interface import Pending
 
 T = TypeVar("T")
 FINAL_WINDOWS = 5120
-CHECKPOINT_JOBS = 8  # jobs between a worker's checkpoints, as in `checkpoint.every_jobs`
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def training_task(
 class Fleet:
     """All workers of a world: their models are stacked, and whatever steps they have begun are computed together.
 
-    A worker's step waits in its queue until somebody wants that worker's weights, moments or losses; then a step of
+    A worker's step waits in its queue until somebody wants that worker's weights or losses; then a step of
     every worker that has one waiting is computed at once, and so on until the queue is empty. A step follows from
     the worker's own weights and data alone, so that nobody's results depend on when that is.
     """
@@ -183,33 +182,23 @@ class Learning:
 
     def __init__(self, fleet: Fleet, row: int) -> None:
         self.fleet, self.row = fleet, row
-        self.jobs = 0
         self.queue: deque[int] = deque()  # the first samples of the steps that have begun and are not computed
         self.losses: list[Tensor] = []
-        self._saved: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of both moments and the count of steps, all begun ones computed."""
-        self.fleet.settle(self)
-        models = self.fleet.models
-        return models.m[self.row], models.v[self.row], models.steps[self.row]
 
     def born(self) -> None:
-        """The optimizer's state comes from the last checkpoint, the weights from the server."""
+        """The optimizer's state is new, the weights come from the server."""
         self.queue.clear()  # what another life began is of no use
         self.losses.clear()
-        masters = self.fleet.model.parts(self.fleet.models.weights[self.row])
+        models = self.fleet.models
+        masters = self.fleet.model.parts(models.weights[self.row])
         chunks = [
             OwnedSlices((StridedSlice(0, master.numel(), parameter=name),), master, True)
             for name, master in masters.items()
         ]
         self.rank = WorkerRank(self.fleet.parameter_map, self.fleet.outer, chunks)
         self.pushes, self.holds = self.rank.pushes, self.rank.holds
-        for i, mine in enumerate(self.moments()):
-            if self._saved is None:
-                mine.zero_()
-            else:
-                mine.copy_(self._saved[i])
+        for state in (models.m, models.v, models.steps):
+            state[self.row] = 0
 
     def parameters(self, fragments: tuple[int, ...]) -> Collection[str]:
         return self.rank.parameters(fragments)
@@ -229,10 +218,6 @@ class Learning:
         self.queue.extend(lease.start + step * self.fleet.samples for step in range(first, first + steps))
 
     def job_done(self, lease: Lease) -> dict[str, float]:
-        self.jobs += 1
-        if self.jobs % CHECKPOINT_JOBS == 0:
-            m, v, steps = self.moments()
-            self._saved = m.clone(), v.clone(), steps.clone()
         self.fleet.settle(self)
         loss = torch.stack(self.losses).double().mean().item()
         self.losses.clear()
