@@ -34,7 +34,7 @@ def job(name: str, method: str) -> Job:
     rate = found["lr"] * Study.hidden / model["hidden"]
     size = {**model, "batch": batch, "length": LENGTH}
     steps = max(1, round(tokens / (batch * LENGTH)))
-    return Job(method, {**found, "lr": rate}, "published", 0, steps, size, POINTS, warmup_share=WARMUP)
+    return Job(method, {**found, "lr": rate}, 0, steps, size, POINTS, warmup_share=WARMUP)
 
 
 def compare(name: str, device: str, tell: Tell) -> None:

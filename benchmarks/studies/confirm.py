@@ -73,7 +73,7 @@ def main() -> None:
     def trial(method: str, settings: Settings) -> Job:
         tried = steps_of(size, search_tokens)
         warmup = min(0.5, WARMUP * steps / tried)  # as many steps: a shorter one harms where the whole run's does not
-        return Job(method, settings, "published", SEED, tried, size, points=4, warmup_share=warmup)
+        return Job(method, settings, SEED, tried, size, points=4, warmup_share=warmup)
 
     rate = Study.hidden / size["hidden"]  # of the small model's: where the search begins
     starts = {m: {**s, "lr": rate * s["lr"]} for m, s in settings_found(tuple(arguments.methods)).items()}
@@ -83,7 +83,7 @@ def main() -> None:
         return
 
     def whole(method: str, settings: Settings) -> Job:
-        return Job(method, settings, "published", 0, steps, size, arguments.points)
+        return Job(method, settings, 0, steps, size, arguments.points)
 
     found = {m: best(mine)["settings"] for m, mine in trials.items()}
     runs = ladders(found, arguments.whole_rates, whole, complete)

@@ -1,12 +1,10 @@
-"""Worlds that studies simulate: HALoS's published environment, synthetic worlds of equal regions, failure traces."""
+"""Worlds that studies simulate: HALoS's published environment, and synthetic worlds of equal regions."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from random import Random
-from typing import Any
 
 from benchmarks import DATA
 from geotrain.parameters.parameter_map import Parameter, ParameterMap
@@ -94,25 +92,3 @@ def synthetic_world(
 def one_block(numel: int) -> ParameterMap:
     """The layout of a model of which only the size is known."""
     return ParameterMap([Parameter("model", (numel,), None, "normal")])
-
-
-def with_links(world: WorldSpec, **changes: Any) -> WorldSpec:
-    """The world with the link of every region changed alike."""
-    return replace(world, regions=tuple(replace(r, link=replace(r.link, **changes)) for r in world.regions))
-
-
-def dying(world: WorldSpec, deaths_per_s: float, restart_s: float, until_s: float, seed: object) -> WorldSpec:
-    """The world with a failure trace for each worker: lives of exponentially distributed length, and restart_s from a
-    death to the next incarnation. The traces follow from the seed and the workers' names, and end with the first one
-    after until_s."""
-
-    def traced(worker: WorkerSpec) -> WorkerSpec:
-        random = Random(f"{seed} {worker.name}")
-        away, now = [], random.expovariate(deaths_per_s)
-        while now < until_s:
-            away.append((now, now + restart_s))
-            now = away[-1][1] + random.expovariate(deaths_per_s)
-        return replace(worker, away=tuple(away))
-
-    regions = (replace(r, workers=tuple(traced(w) for w in r.workers)) for r in world.regions)
-    return replace(world, regions=tuple(regions))

@@ -2,7 +2,7 @@
 
     python -m benchmarks.studies.claims --search-only  each method's settings, kept in benchmarks/data
     python -m benchmarks.studies.claims                with these, the methods that the figures compare, three seeds
-    python -m benchmarks.studies.claims --full         the search, all methods, harsher worlds, too
+    python -m benchmarks.studies.claims --full         the search, all methods, too
     python -m benchmarks.studies.claims --full --trials 0 the same with the settings found before
     python -m benchmarks.studies.claims --methods diloco region-momentum-muon --steps 2048 --seeds 1     a look
 
@@ -47,8 +47,6 @@ def main() -> None:
     study = Study(plan, settings_found(methods, tuned), lambda jobs: results.complete(jobs, arguments.jobs))
     report = study.published()
     report["cpu_s"] = sum(row["cpu_s"] for row in results.rows.values())
-    if arguments.harsh:
-        report["harsh"] = study.harsh()
     folder = Path(arguments.out)
     folder.mkdir(parents=True, exist_ok=True)
     titles = {m: METHODS[m].title for m in methods}
@@ -70,7 +68,7 @@ def main() -> None:
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
     plan = FULL if arguments.full else REDUCED
-    for name in ("steps", "harsh_steps", "search_steps", "trials", "seeds", "harsh_seeds"):
+    for name in ("steps", "search_steps", "trials", "seeds"):
         if getattr(arguments, name) is not None:
             plan = replace(plan, **{name: getattr(arguments, name)})
     return replace(plan, trials=plan.trials or TRIALS) if arguments.search_only else plan
@@ -82,29 +80,22 @@ def _has_target(methods: list[str]) -> bool:
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__, recorded=False)
-    parser.add_argument("--full", action="store_true", help="the search, all methods, harsher worlds (hours)")
+    parser.add_argument("--full", action="store_true", help="the search, all methods (hours)")
     parser.add_argument("--search-only", action="store_true", help="find the settings, and stop")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--steps", type=int, help="inner steps of all workers together")
-    parser.add_argument("--harsh-steps", type=int, help="the same of a run in a harsher world")
     parser.add_argument("--search-steps", type=int, help="of a run of the search")
     parser.add_argument("--trials", type=int, help="settings tried for each method; 0: those found before")
     parser.add_argument(
         "--final-seeds", type=int, default=1, help="of the search's runs at full length; its rates by their mean"
     )
     parser.add_argument("--seeds", type=int)
-    parser.add_argument("--harsh-seeds", type=int)
-    parser.add_argument(
-        "--harsh", action=argparse.BooleanOptionalAction, help="the harsher worlds; default: if --full"
-    )
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="default: all; reduced: the figures'")
     parser.add_argument("--tuned", default=str(TUNED), help="file of the settings found")
     parser.add_argument("--results", default=str(ROOT / "runs/claims.jsonl"), help="JSON lines")
     parser.add_argument("--docs", action="store_true", help="renew docs/evidence.md and what is committed beside it")
     parser.add_argument("--out", default=str(ROOT / "runs/claims"), help="folder for tables and plots")
     arguments = parser.parse_args(words)
-    if arguments.harsh is None:
-        arguments.harsh = arguments.full
     if arguments.methods is None:
         wanted = METHODS if arguments.full or arguments.search_only else NEEDED
         searching = arguments.search_only or (arguments.full and arguments.trials != 0)

@@ -79,32 +79,24 @@ def ring_world(environment: Environment) -> RingWorld:
         gbps=environment.ring_gbps / ring_factor(members),
         latency_s=2 * (members - 1) * max(r.link.latency_s for r in world.regions),
         shared=False,
-        outages=_outages(world),
     )
     return RingWorld(**vars(replace(world, regions=tuple(replace(region, link=link) for region in world.regions))))
 
 
 def data_parallel_world(outer: OuterConfig, environment: Environment) -> WorldSpec:
     """Synchronous data parallelism over all devices: one worker, whose step is the slowest device's and a flat ring
-    all-reduce of its gradient, coded as `outer.up` says. Raises ValueError for a world with outages or deaths,
-    which one worker cannot show."""
-    workers = environment.world.workers
-    if _outages(environment.world) or any(w.away for w in workers):
-        raise ValueError("data parallelism as one worker knows no outages and no deaths")
+    all-reduce of its gradient, coded as `outer.up` says."""
     size_bytes = make_codec(outer.up).encoded_bytes(environment.numel)
     ring = ring_world(environment).regions[0].link
     reduce_s = size_bytes / ring.bytes_per_s + ring.latency_s
-    step_s = max(w.step_s for w in workers) + reduce_s
+    step_s = max(w.step_s for w in environment.world.workers) + reduce_s
     region = RegionSpec("everywhere", (WorkerSpec("everything", step_s),), AT_ONCE, AT_ONCE)
     return WorldSpec((region,), environment.world.seed)
 
 
 def regional_world(outer: OuterConfig, environment: Environment) -> WorldSpec:
     """Make every region one worker, whose devices share each step's batch by their speed (as uneven micro-batches
-    do), then all-reduce its gradient over the region's own network, coded as `outer.local` says. Raises ValueError
-    for a world with deaths: what a worker of fewer devices does is not modelled."""
-    if any(w.away for w in environment.world.workers):
-        raise ValueError("a region as one worker knows no deaths of its devices")
+    do), then all-reduce its gradient over the region's own network, coded as `outer.local` says."""
     size_bytes = make_codec(outer.local).encoded_bytes(environment.numel)
 
     def joined(region: RegionSpec) -> RegionSpec:
@@ -134,14 +126,3 @@ def wide_bytes(exchange: Exchange, report: dict[str, Any], outer: OuterConfig, e
         return report["committed_steps"] * hop_bytes * crossing
     far = {f"{r.name} {way}" for r in regions for way in ("up", "down") if r.name != environment.world.home}
     return sum(usage["sent_bytes"] for name, usage in links.items() if name in far)
-
-
-def _outages(world: WorldSpec) -> tuple[tuple[float, float], ...]:
-    """The times at which some region is cut off, merged: a ring through all regions then stands still."""
-    merged: list[tuple[float, float]] = []
-    for begin, back in sorted(span for region in world.regions for span in region.link.outages):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(back, merged[-1][1]))
-        else:
-            merged.append((begin, back))
-    return tuple(merged)

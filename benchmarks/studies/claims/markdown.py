@@ -22,8 +22,6 @@ NONE = "–"
 
 def markdown(report: dict[str, Any], titles: dict[str, str]) -> str:
     parts = [_setting(report, titles), _goals(report), _gaps(report, titles), _methods(report, titles)]
-    if "harsh" in report:
-        parts.append(_harsh(report))
     return "\n\n".join(parts) + "\n"
 
 
@@ -115,30 +113,6 @@ def _loss(s: dict[str, Any]) -> str:
 
 def _longer(found: dict[str, dict[str, int]], titles: dict[str, str]) -> str:
     return "; ".join(f"{titles[m]} ({of['reached']} of {of['runs']} seeds)" for m, of in found.items())
-
-
-def _harsh(report: dict[str, Any]) -> str:
-    worlds = report["harsh"]
-    first = next(iter(worlds.values()))
-    names, methods = list(first["speedup"]), list(first["loss_at_equal_tokens"])
-    rows = [
-        (
-            world,
-            *(_speedup(found["speedup"][name]) for name in names),
-            *(
-                number(found["loss_at_equal_tokens"][m], 3) if m not in found["failed"] else found["failed"][m][0]
-                for m in methods
-            ),
-        )
-        for world, found in worlds.items()
-    ]
-    header = ("world", *(f"`{n}`" for n in names), *(f"loss {m}" for m in methods))
-    s = report["setting"]
-    return (
-        f"Harsher worlds, and the published one as their control: {s['harsh_steps']} inner steps, seeds: "
-        f"{s['harsh_seeds']}; times to DiLoCo's final loss in that world, with a schedule twice as long for "
-        f"rivals that end above it (–: they do so with that, too):\n\n{table(rows, header)}"
-    )
 
 
 def _speedup(found: dict[str, Any]) -> str:

@@ -48,7 +48,7 @@ class Method:
 
     @property
     def base(self) -> OuterConfig:
-        """Without a reserve: no link is cut but in one world, which states one of its own."""
+        """Without a reserve: no link is cut."""
         outer = load_run(ROOT / f"configs/runs/baselines/{self.run_file}.json").outer
         return outer.model_copy(update={"lease_reserve": 0})
 

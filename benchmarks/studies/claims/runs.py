@@ -20,7 +20,6 @@ from benchmarks.common import hardware
 from benchmarks.studies.claims.exchange import EXCHANGE, Exchange, devices_of_a_worker, wide_bytes, world_for
 from benchmarks.studies.claims.kept import EVERY_S, Kept
 from benchmarks.studies.claims.methods import METHODS, Settings, whole_steps
-from benchmarks.studies.claims.worlds import WORLDS
 from benchmarks.studies.environments import HALOS, Environment, load_environment
 from benchmarks.studies.learner.text import carried_text
 from benchmarks.studies.learner.training import Curve, Point, Study, training_task
@@ -50,7 +49,6 @@ class Job:
 
     method: str
     settings: Settings
-    world: str
     seed: int
     steps: int
     size: dict[str, Any] = field(default_factory=dict)
@@ -72,8 +70,9 @@ class Job:
             asdict(each, dict_factory=lambda pairs: {k: v for k, v in pairs if LATER.get(k, pairs) != v})
             for each in (r.world, r.study)
         )
-        # Worlds had a ring, and kept rows name it.
-        parts = (VERSION, asdict(self), outer, {"ring": None, **world}, study, carried_text().digest)
+        # Jobs named a world, worlds had a ring, workers a kind of text: kept rows' keys follow from these, too.
+        job, world = {"world": "published", **asdict(self)}, {"ring": None, **world}
+        parts = (VERSION, job, outer, world, {"quarter_of": {}, **study}, carried_text().digest)
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -92,27 +91,18 @@ class Resolved:
 
     @staticmethod
     def of(job: Job) -> Resolved:
-        published = load_environment(HALOS)
-        setting = WORLDS[job.world](published, published.bound_s(job.steps))
+        environment = load_environment(HALOS)
         method = METHODS[job.method]
-        outer = method.outer(job.settings, published, job.steps)
-        if setting.changes and not outer.flat and not outer.rule.synchronous:
-            outer = outer.model_copy(update=setting.changes)
+        outer = method.outer(job.settings, environment, job.steps)
         exchange = EXCHANGE.get(method.run_file, "servers")
         inner = method.optimizer(job.settings["lr"])
         if job.warmup_share is not None:
             inner = replace(inner, warmup_share=job.warmup_share)
-        study = Study(
-            steps=whole_steps(outer, published, job.steps),
-            seed=job.seed,
-            inner=inner,
-            quarter_of=setting.quarter_of,
-            **job.size,
-        )
-        world = world_for(method.run_file, outer, setting.environment)
-        devices = devices_of_a_worker(exchange, published)
-        decay = method.momentum_decay(outer, published, job.steps)
-        return Resolved(setting.environment, exchange, world, outer, study, devices, decay)
+        study = Study(steps=whole_steps(outer, environment, job.steps), seed=job.seed, inner=inner, **job.size)
+        world = world_for(method.run_file, outer, environment)
+        devices = devices_of_a_worker(exchange, environment)
+        decay = method.momentum_decay(outer, environment, job.steps)
+        return Resolved(environment, exchange, world, outer, study, devices, decay)
 
 
 class LossReached(Exception):
@@ -247,7 +237,7 @@ class Results:
                     file.write(json.dumps(row) + "\n")
                     file.flush()
                     result = row.get("failed") or f"test {row['test']:.4f}"
-                    told = f"{row['method']:22s} {row['world']:15s} seed {row['seed']} {result}"
+                    told = f"{row['method']:22s} seed {row['seed']} {result}"
                     print(
                         f"[{done}/{len(missing)}] {told} at {row['seconds']:.0f} virtual s "
                         f"({row['cpu_s']:.0f} s CPU; {time.monotonic() - begin:.0f} s so far)",

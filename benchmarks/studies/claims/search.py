@@ -45,7 +45,7 @@ def search(
     """
 
     def job(method: str, settings: Settings, length: int = steps, seed: int = SEED) -> Job:
-        return Job(method, settings, "published", seed, length, size, points=4)
+        return Job(method, settings, seed, length, size, points=4)
 
     own = list(dict.fromkeys(METHODS[m].like or m for m in methods))
     rows = ladders({m: {**METHODS[m].published(), "lr": START_LR} for m in own}, min(RUNGS, trials), job, complete)

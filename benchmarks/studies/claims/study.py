@@ -1,9 +1,9 @@
-"""The study: which runs it takes in the published environment and in harsher ones, and what is compared."""
+"""The study: which runs it takes in the published environment, and what is compared."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
 
@@ -22,7 +22,6 @@ from benchmarks.studies.claims.methods import (
 from benchmarks.studies.claims.report import Compared, Row, mean, summary
 from benchmarks.studies.claims.runs import Job
 from benchmarks.studies.claims.search import TRIALS
-from benchmarks.studies.claims.worlds import WORLDS
 from benchmarks.studies.environments import HALOS, load_environment
 
 MINE = muon(OURS_2BIT)
@@ -53,27 +52,23 @@ OUR_TIME_SEED = 0
 
 @dataclass(frozen=True)
 class Plan:
-    """The size of a study. steps, harsh_steps, search_steps: inner steps, of all workers together, of a run in the
-    published environment, of a run in a harsher world, and of a run of the search. trials: settings tried for each
-    method; 0: the study takes those that were found before. The worlds of harsh_steps include the published
-    environment, as their control."""
+    """The size of a study. steps, search_steps: inner steps, of all workers together, of a run that is compared,
+    and of a run of the search. trials: settings tried for each method; 0: the study takes those found before."""
 
     steps: int
-    harsh_steps: int
     search_steps: int
     trials: int
     seeds: int
-    harsh_seeds: int
     size: dict[str, int]
 
 
-REDUCED = Plan(15360, 6144, 7680, 0, seeds=3, harsh_seeds=1, size={"length": 32})
-FULL = Plan(15360, 6144, 7680, TRIALS, seeds=3, harsh_seeds=3, size={"length": 32})
+FULL = Plan(15360, 7680, TRIALS, seeds=3, size={"length": 32})
+REDUCED = replace(FULL, trials=0)
 
 
 class Study:
-    """complete: returns the rows of jobs, and runs those that have none yet. rows: of the published environment.
-    better: of each rival (and other method) that was run there with two optimizers, the one that ended lower."""
+    """complete: returns the rows of jobs, and runs those that have none yet. rows: of equal tokens. better: of each
+    rival (and other method) that was run with two optimizers, the one that ended lower."""
 
     def __init__(self, plan: Plan, settings: dict[str, Settings], complete: Callable[[list[Job]], list[Row]]) -> None:
         self.plan, self.settings, self.complete = plan, settings, complete
@@ -83,7 +78,7 @@ class Study:
     def published(self) -> dict[str, Any]:
         """The published environment: equal tokens, time to DiLoCo's final loss of that seed, loss at our time."""
         methods = tuple(self.settings)
-        compared = self._compare(("published",), methods, self.plan.seeds, self.plan.steps)["published"]
+        compared = self._compare(methods)
         self.rows = [row for rows in compared.rows.values() for row in rows]
         summaries = {m: summary(rows) for m, rows in compared.rows.items()}
         return {
@@ -111,52 +106,25 @@ class Study:
             "methods": summaries,
         }
 
-    def harsh(self) -> dict[str, Any]:
-        """Each harsher world, and the published one as their control: the same speed-ups, to DiLoCo's final loss in
-        that world and seed. Rivals have the optimizer that was better in the published environment: call after
-        `published`."""
-        methods = tuple(dict.fromkeys((self.better[TARGET], *self._rivals().values(), MINE)))
-        worlds = self._compare(tuple(WORLDS), methods, self.plan.harsh_seeds, self.plan.harsh_steps)
-        found = {}
-        for world, compared in worlds.items():
-            summaries = {m: summary(rows) for m, rows in compared.rows.items()}
-            found[world] = {
-                "target_loss": mean(compared.targets),
-                "speedup": compared.speedups(self._rivals(), MINE),
-                "time_to_target_s": {m: mean(compared.times_s(m)) for m in methods},
-                "loss_at_equal_tokens": {m: s["loss"]["mean"] for m, s in summaries.items()},
-                "with_a_schedule_twice_as_long": compared.longer_runs(),
-                "end_s": {m: s["end_s"] for m, s in summaries.items()},
-                "failed": {m: s["failed"] for m, s in summaries.items() if s["failed"]},
-            }
-        return found
-
     # -- inside
 
     def _rivals(self) -> dict[str, str]:
         return {name: self.better[m] for name, m in RIVALS.items() if m in self.better}
 
-    def _job(self, method: str, world: str, seed: int, steps: int, until: float | None = None) -> Job:
-        return Job(method, self.settings[method], world, seed, steps, self.plan.size, until=until)
+    def _job(self, method: str, seed: int, steps: int, until: float | None = None) -> Job:
+        return Job(method, self.settings[method], seed, steps, self.plan.size, until=until)
 
-    def _compare(self, worlds: Sequence[str], methods: Sequence[str], seeds: int, steps: int) -> dict[str, Compared]:
-        """Runs every method in every world with every seed. Rivals that miss the target run once more, with twice the
-        tokens and a learning rate's schedule of that length, until they reach it: the pool is used twice."""
-        jobs = [self._job(m, w, seed, steps) for seed in range(seeds) for w in worlds for m in methods]
-        rows = self.complete(jobs)
-        by_world = {w: {m: [r for r in rows if (r["method"], r["world"]) == (m, w)] for m in methods} for w in worlds}
-        if not self.better:
-            self.better = better_optimizers(by_world["published"])
-        found = {w: Compared(of, self.better[TARGET]) for w, of in by_world.items()}
-        missed = [
-            (w, m, seed)
-            for w, compared in found.items()
-            for m in self._rivals().values()
-            for seed in compared.missed(m)
-        ]
-        longer = self.complete([self._job(m, w, s, 2 * steps, found[w].targets[s]) for w, m, s in missed])
-        for (w, m, seed), row in zip(missed, longer, strict=True):
-            found[w].longer[m, seed] = row
+    def _compare(self, methods: Sequence[str]) -> Compared:
+        """Runs every method with every seed. Rivals that miss the target run once more, with twice the tokens and a
+        learning rate's schedule of that length, until they reach it: the pool is used twice."""
+        steps = self.plan.steps
+        rows = self.complete([self._job(m, seed, steps) for seed in range(self.plan.seeds) for m in methods])
+        by_method = {m: [row for row in rows if row["method"] == m] for m in methods}
+        self.better = better_optimizers(by_method)
+        found = Compared(by_method, self.better[TARGET])
+        missed = [(m, seed) for m in self._rivals().values() for seed in found.missed(m)]
+        longer = self.complete([self._job(m, seed, 2 * steps, found.targets[seed]) for m, seed in missed])
+        found.longer.update(zip(missed, longer, strict=True))
         return found
 
     def _losses_at_our_time(self, compared: Compared) -> dict[str, float | None]:
@@ -172,7 +140,7 @@ class Study:
             steps = int(mine["steps"] * end_s / mine["end_s"])
             outer = METHODS[m].outer(self.settings[m], environment, max(steps, 1))
             if steps := whole_steps(outer, environment, steps):
-                jobs[m] = self._job(m, "published", OUR_TIME_SEED, steps)
+                jobs[m] = self._job(m, OUR_TIME_SEED, steps)
         rows = self.complete(list(jobs.values()))
         losses = {m: row["final"] for m, row in zip(jobs, rows, strict=True)}
         losses[MINE] = compared.rows[MINE][OUR_TIME_SEED]["final"]

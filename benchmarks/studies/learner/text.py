@@ -18,8 +18,8 @@ MASK = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 @dataclass(frozen=True)
 class Text:
-    """uint8 arrays. train: in four quarters, which differ in their kind of text because files are in the order of
-    their paths. selection, test: other files, which are never trained on. digest: of all files."""
+    """uint8 arrays. train: in four parts; no sample spans two. selection, test: other files, which are never trained
+    on. digest: of all files."""
 
     train: tuple[np.ndarray, ...]
     selection: np.ndarray
@@ -31,18 +31,17 @@ class Text:
         starts = np.linspace(0, len(part) - length - 1, count).astype(np.int64)
         return part[starts[:, None] + np.arange(length + 1)].astype(np.int64)
 
-    def samples(self, first: int, count: int, length: int, seed: int, quarter: int | None = None) -> np.ndarray:
+    def samples(self, first: int, count: int, length: int, seed: int) -> np.ndarray:
         """Training samples first … first + count − 1 of a run: int64 [count, length + 1]. Which text a number means
-        depends on the seed alone. quarter: only that kind of text (regions with different data)."""
+        depends on the seed alone."""
         numbers = _mixed(np.arange(first, first + count, dtype=np.uint64) + np.uint64(seed) * np.uint64(1 << 40))
-        parts = self.train if quarter is None else (self.train[quarter % len(self.train)],)
-        ends = np.cumsum([len(p) - length - 1 for p in parts])
+        ends = np.cumsum([len(p) - length - 1 for p in self.train])
         places = (numbers % np.uint64(ends[-1])).astype(np.int64)
         which = np.searchsorted(ends, places, side="right")
         rows = []
         for place, i in zip(places, which, strict=True):
             start = place - (ends[i - 1] if i else 0)
-            rows.append(parts[i][start : start + length + 1])
+            rows.append(self.train[i][start : start + length + 1])
         return np.stack(rows).astype(np.int64)
 
 

@@ -27,17 +27,12 @@ from geotrain.staging.interface import Pending
 
 T = TypeVar("T")
 FINAL_WINDOWS = 5120
-CHECKPOINT_JOBS = 8  # jobs between a worker's checkpoints, as in `checkpoint.every_jobs`
 
 
 @dataclass(frozen=True)
 class Study:
     """A training task, the same for all methods that are compared. steps: inner steps of the whole run, all workers
-    together.
-
-    batch, length: samples of an inner step, and bytes of a sample. quarter_of: worker → the kind of text it reads;
-    workers that are not in it read all kinds.
-    """
+    together. batch, length: samples of an inner step, and bytes of a sample."""
 
     steps: int
     hidden: int = 64
@@ -48,7 +43,6 @@ class Study:
     length: int = 64
     seed: int = 0
     inner: InnerSettings = field(default_factory=InnerSettings)
-    quarter_of: dict[str, int] = field(default_factory=dict)
 
     def model(self, device: str = "cpu") -> SmallLM:
         a = small_architecture(self.hidden, self.layers, self.heads, self.ffn, self.length)
@@ -79,7 +73,7 @@ def training_task(
 class Fleet:
     """All workers of a world: their models are stacked, and whatever steps they have begun are computed together.
 
-    A worker's step waits in its queue until somebody wants that worker's weights, moments or losses; then a step of
+    A worker's step waits in its queue until somebody wants that worker's weights or losses; then a step of
     every worker that has one waiting is computed at once, and so on until the queue is empty. A step follows from
     the worker's own weights and data alone, so that nobody's results depend on when that is.
     """
@@ -101,7 +95,7 @@ class Fleet:
 
     def __call__(self, spec: WorkerSpec) -> Learning:
         assert self._models is None, "a world makes all its workers before the first of them is born"
-        self.members.append(Learning(self, len(self.members), self.study.quarter_of.get(spec.name)))
+        self.members.append(Learning(self, len(self.members)))
         return self.members[-1]
 
     @property
@@ -120,10 +114,7 @@ class Fleet:
     def _step(self, samples: Mapping[int, int]) -> list[tuple[int, Tensor]]:
         """Take a step of these rows, from their samples on. Returns their losses."""
         study, text = self.study, carried_text()
-        tokens = [
-            text.samples(first, self.samples, study.length, study.seed, self.members[row].quarter)
-            for row, first in samples.items()
-        ]
+        tokens = [text.samples(first, self.samples, study.length, study.seed) for first in samples.values()]
         shares = [(first + self.samples) / self.train_samples for first in samples.values()]
         rates = np.array([study.inner.rate(share) for share in shares])
         if len(samples) not in self._steps:
@@ -189,35 +180,25 @@ class Learning:
 
     every_step = True
 
-    def __init__(self, fleet: Fleet, row: int, quarter: int | None) -> None:
-        self.fleet, self.row, self.quarter = fleet, row, quarter
-        self.jobs = 0
+    def __init__(self, fleet: Fleet, row: int) -> None:
+        self.fleet, self.row = fleet, row
         self.queue: deque[int] = deque()  # the first samples of the steps that have begun and are not computed
         self.losses: list[Tensor] = []
-        self._saved: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of both moments and the count of steps, all begun ones computed."""
-        self.fleet.settle(self)
-        models = self.fleet.models
-        return models.m[self.row], models.v[self.row], models.steps[self.row]
 
     def born(self) -> None:
-        """The optimizer's state comes from the last checkpoint, the weights from the server."""
+        """The optimizer's state is new, the weights come from the server."""
         self.queue.clear()  # what another life began is of no use
         self.losses.clear()
-        masters = self.fleet.model.parts(self.fleet.models.weights[self.row])
+        models = self.fleet.models
+        masters = self.fleet.model.parts(models.weights[self.row])
         chunks = [
             OwnedSlices((StridedSlice(0, master.numel(), parameter=name),), master, True)
             for name, master in masters.items()
         ]
         self.rank = WorkerRank(self.fleet.parameter_map, self.fleet.outer, chunks)
         self.pushes, self.holds = self.rank.pushes, self.rank.holds
-        for i, mine in enumerate(self.moments()):
-            if self._saved is None:
-                mine.zero_()
-            else:
-                mine.copy_(self._saved[i])
+        for state in (models.m, models.v, models.steps):
+            state[self.row] = 0
 
     def parameters(self, fragments: tuple[int, ...]) -> Collection[str]:
         return self.rank.parameters(fragments)
@@ -237,10 +218,6 @@ class Learning:
         self.queue.extend(lease.start + step * self.fleet.samples for step in range(first, first + steps))
 
     def job_done(self, lease: Lease) -> dict[str, float]:
-        self.jobs += 1
-        if self.jobs % CHECKPOINT_JOBS == 0:
-            m, v, steps = self.moments()
-            self._saved = m.clone(), v.clone(), steps.clone()
         self.fleet.settle(self)
         loss = torch.stack(self.losses).double().mean().item()
         self.losses.clear()

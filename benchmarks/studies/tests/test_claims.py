@@ -56,7 +56,6 @@ from benchmarks.studies.claims.study import (
     Study,
     better_optimizers,
 )
-from benchmarks.studies.claims.worlds import WORLDS
 from benchmarks.studies.environments import HALOS, load_environment
 from benchmarks.studies.learner.training import Curve
 from benchmarks.studies.learner.training import Study as Small
@@ -83,7 +82,7 @@ def failed(**more) -> dict:
 def played(job: Job, loss: float) -> dict:
     """A row for the job: at 10 steps a second, or 100 for ours, the loss falls to this."""
     end_s = job.steps / (100 if job.method == MINE else 10)
-    of = {"method": job.method, "settings": job.settings, "world": job.world, "seed": job.seed, "steps": job.steps}
+    of = {"method": job.method, "settings": job.settings, "seed": job.seed, "steps": job.steps}
     return row((end_s / 2, 2 * loss), (end_s, loss), **of, committed_steps=job.steps)
 
 
@@ -158,7 +157,7 @@ def test_ladders_begin_where_each_method_is_told_to():
         return [played(job, 1 + abs(math.log(job.settings["lr"] / 0.004))) for job in jobs]
 
     starts = {OURS: {"lr": 0.004, "momentum_share": 0.1}, "halos": {"lr": 0.016}}
-    found = ladders(starts, 5, lambda m, s: Job(m, s, "published", 0, 10), complete)
+    found = ladders(starts, 5, lambda m, s: Job(m, s, 0, 10), complete)
     assert [set(rates(rows)) for rows in found.values()] == [
         {0.002, 0.004, 0.008},
         {0.016, 0.008, 0.004, 0.002},
@@ -249,7 +248,6 @@ def test_the_default_runs_what_the_figures_compare_and_full_runs_all(tmp_path, c
     default, full = claims.parse_arguments([]), claims.parse_arguments(["--full"])
     assert {m for pair in GAPS.values() for m in pair} <= set(default.methods) <= set(NEEDED)
     assert TARGET_MUON in default.methods and set(full.methods) == set(METHODS)
-    assert (default.harsh, full.harsh, claims.parse_arguments(["--harsh"]).harsh) == (False, True, True)
 
 
 def test_tuned_halos_is_halos_run_file_with_other_h_and_k():
@@ -278,10 +276,8 @@ def test_a_region_as_one_worker_steps_as_fast_as_its_devices_together():
         assert worker.step_s == pytest.approx(compute_s + 1.5 * 4 * ENVIRONMENT.numel / 12.5e9)
         assert whole.link == region.link
     assert updates_of_a_region(ONE_WORKER, method.base, ENVIRONMENT, 15360) == 15360 / 4 / 4
-    found = run(Job(ONE_WORKER, SETTINGS[ONE_WORKER], "published", 0, 3200, TINY, points=1))
+    found = run(Job(ONE_WORKER, SETTINGS[ONE_WORKER], 0, 3200, TINY, points=1))
     assert found["committed_steps"] == 3200 and 0.7 < found["utilization"] < 0.95
-    with pytest.raises(ValueError, match="deaths"):
-        Job(ONE_WORKER, SETTINGS[ONE_WORKER], "workers-dying", 0, 160, TINY).resolved  # noqa: B018
 
 
 def test_muon_is_another_method_only_inside():
@@ -289,7 +285,7 @@ def test_muon_is_another_method_only_inside():
     for name, method in METHODS.items():
         assert method.inner == ("muon" if name.endswith(MUON) else "adamw")
         assert method.base == METHODS[name.removesuffix(MUON)].base
-    jobs = [Job(m, SETTINGS[m], "published", 0, 160, TINY, points=1) for m in (OURS, muon(OURS))]
+    jobs = [Job(m, SETTINGS[m], 0, 160, TINY, points=1) for m in (OURS, muon(OURS))]
     adamw, with_muon = (run(job) for job in jobs)
     assert adamw["key"] != with_muon["key"] and adamw["test"] != with_muon["test"]
     assert adamw["seconds"] == with_muon["seconds"] and adamw["wide_bytes"] == with_muon["wide_bytes"]
@@ -310,12 +306,10 @@ def test_synchronous_rounds_are_whole():
 
 def test_a_row_is_not_used_when_anything_it_follows_from_has_changed(monkeypatch):
     def key(**changes) -> str:
-        return replace(Job(OURS, {"lr": 0.01}, "published", 0, 512, TINY), **changes).key
+        return replace(Job(OURS, {"lr": 0.01}, 0, 512, TINY), **changes).key
 
     first = key()
-    assert (
-        first == key() and first != key(warmup_share=0.5) and first != key(seed=1) and first != key(world="late-join")
-    )
+    assert first == key() and first != key(warmup_share=0.5) and first != key(seed=1)
     other = METHODS["halos"]  # another outer block behind the same name
     monkeypatch.setitem(METHODS, OURS, replace(METHODS[OURS], of="halos"))
     assert other.base == METHODS[OURS].base and first != key()
@@ -343,17 +337,17 @@ def test_only_bytes_between_regions_count():
 
 def test_runs_are_measured_alike():
     """Data parallelism waits for its all-reduce most of the time; ours does not wait; without a round no result."""
-    parallel = run(Job("data-parallel", SETTINGS["data-parallel"], "published", 0, 32, TINY, points=1))
-    ours = run(Job(OURS, SETTINGS[OURS], "published", 0, 160, TINY, points=1))
+    parallel = run(Job("data-parallel", SETTINGS["data-parallel"], 0, 32, TINY, points=1))
+    ours = run(Job(OURS, SETTINGS[OURS], 0, 160, TINY, points=1))
     assert parallel["committed_steps"] == 32 and parallel["utilization"] < 0.02
     assert ours["committed_steps"] == 160 and ours["utilization"] > 10 * parallel["utilization"]
     assert parallel["wide_bytes"] == pytest.approx(2 * 4 * 2 * 15 / 16 * 4 * ENVIRONMENT.numel)
-    nothing = run(Job("diloco", SETTINGS["diloco"], "published", 0, 256, TINY, points=1))
+    nothing = run(Job("diloco", SETTINGS["diloco"], 0, 256, TINY, points=1))
     assert nothing["failed"] == NO_ROUND and nothing["test"] is None
 
 
 def test_a_run_ends_at_the_loss_that_was_asked_for():
-    job = Job(OURS, SETTINGS[OURS], "published", 0, 640, TINY, points=8)
+    job = Job(OURS, SETTINGS[OURS], 0, 640, TINY, points=8)
     whole = run(job)
     middle = whole["curve"][4][2]
     found = run(replace(job, until=middle))
@@ -373,12 +367,10 @@ def test_losses_are_of_640_windows_of_each_slice_and_final_ones_of_more():
     assert not torch.equal(*curve.final)
 
 
-PLAN = replace(REDUCED, steps=15360, harsh_steps=15360)
 LOSSES = dict.fromkeys(METHODS, 2.0) | {MINE: 1.5, "data-parallel": 1.6, "data-parallel-muon": 1.4}
 LOSSES |= {"diloco": 2.1, "halos": 2.5, "halos-muon": 2.6, "async-local-sgd": 2.7, "async-local-sgd-muon": 2.5}
 LOSSES |= {muon(ONE_WORKER_2BIT): 1.45}
 BETTER = {m: m if LOSSES[m] <= LOSSES[muon(m)] else muon(m) for m in METHODS if not m.endswith(MUON)}
-COMPARED = {BETTER[m] for m in RIVALS.values()} | {MINE}
 
 
 def studied(failing: tuple[str, ...] = ()) -> tuple[dict, list[Job]]:
@@ -387,26 +379,26 @@ def studied(failing: tuple[str, ...] = ()) -> tuple[dict, list[Job]]:
 
     def complete(asked: list[Job]) -> list[dict]:
         jobs.extend(asked)
-        rows = [played(job, LOSSES[job.method] * (0.5 if job.steps > PLAN.steps else 1)) for job in asked]
+        rows = [played(job, LOSSES[job.method] * (0.5 if job.steps > REDUCED.steps else 1)) for job in asked]
         return [failed(**{k: r[k] for k in vars(j) if k in r}) if j.method in failing else r
                 for j, r in zip(asked, rows, strict=True)]  # fmt: skip
 
-    study = Study(PLAN, SETTINGS, complete)
-    return study.published() | {"harsh": study.harsh()}, jobs
+    study = Study(REDUCED, SETTINGS, complete)
+    return study.published(), jobs
 
 
 def test_a_study_compares_at_equal_tokens_and_at_equal_time():
     """Ours with Muon, its rivals with what suits them better; the target is the lower one of both DiLoCo's losses."""
     report, jobs = studied()
     assert report["target_loss"] == 2.0 and report["setting"]["target"] == "diloco-muon"
-    assert set(report["setting"]["rivals"].values()) == COMPARED - {MINE}
+    assert set(report["setting"]["rivals"].values()) == {BETTER[m] for m in RIVALS.values()}
     assert report["speedup"]["ours_over_diloco"]["mean"] == pytest.approx(10 * 6 / 5)  # ours passes 2.0 on its way
     assert report["speedup"]["ours_over_halos_tuned"]["reached"] == 3
     assert report["gap_to_data_parallel_same_optimizer"]["mean"] == pytest.approx(1.5 / 1.4 - 1)
     assert report["gap_one_worker_a_region"]["mean"] == pytest.approx(1.45 / 1.4 - 1)
     assert report["gap_to_adamw_data_parallel"]["mean"] == pytest.approx(1.5 / 1.6 - 1)
     assert report["gaps"][OURS][muon(SYNCHRONOUS)]["mean"] == pytest.approx(2.0 / 1.4 - 1)
-    ending = {j.method: j.steps for j in jobs if j.steps < PLAN.steps}
+    ending = {j.method: j.steps for j in jobs if j.steps < REDUCED.steps}
     fitting = {m for m in BETTER if not m.startswith(OURS)} - {"streaming-diloco"}  # of which no round fits
     assert set(ending) == {BETTER[m] for m in fitting}
     assert ending["halos"] == 1536 and ending["diloco-muon"] == 1536 and ending["data-parallel-muon"] == 1536
@@ -414,20 +406,18 @@ def test_a_study_compares_at_equal_tokens_and_at_equal_time():
     assert report["loss_at_our_time"][MINE] == 1.5
 
 
-def test_harsher_worlds_have_a_control_and_rivals_that_miss_get_a_longer_schedule():
+def test_rivals_that_miss_the_target_get_a_longer_schedule():
     report, jobs = studied()
-    assert set(report["harsh"]) == set(WORLDS) and "published" in report["harsh"]
-    assert set(report["harsh"]["late-join"]["loss_at_equal_tokens"]) == COMPARED
-    longer = {(j.method, j.world) for j in jobs if j.steps == 2 * PLAN.steps}
-    assert {(j.until, j.steps == 2 * PLAN.steps) for j in jobs} == {(None, False), (2.0, True)}
-    assert report["harsh"]["late-join"]["with_a_schedule_twice_as_long"]["halos"] == {"runs": 1, "reached": 1}
-    assert longer == {(m, w) for m in ("halos", "async-local-sgd-muon") for w in WORLDS}
-    assert report["harsh"]["late-join"]["speedup"]["ours_over_halos"]["mean"] > 10
+    assert {(j.until, j.steps == 2 * REDUCED.steps) for j in jobs} == {(None, False), (2.0, True)}
+    longer = {(j.method, j.seed) for j in jobs if j.until}
+    assert longer == {(m, seed) for m in ("halos", "async-local-sgd-muon") for seed in range(3)}
+    assert report["with_a_schedule_twice_as_long"]["halos"] == {"runs": 3, "reached": 3}
+    assert report["speedup"]["ours_over_halos"]["mean"] > 10
 
 
 def test_a_look_at_few_methods_tells_what_it_can(tmp_path):
     few = {m: SETTINGS[m] for m in (TARGET, MINE)}
-    study = Study(PLAN, few, lambda jobs: [played(job, LOSSES[job.method]) for job in jobs])
+    study = Study(REDUCED, few, lambda jobs: [played(job, LOSSES[job.method]) for job in jobs])
     report = study.published()
     assert report["gap_one_worker_a_region"] is None and set(report["speedup"]) == {"ours_over_diloco"}
     text = markdown(report, {m: METHODS[m].title for m in few})
@@ -438,9 +428,7 @@ def test_a_look_at_few_methods_tells_what_it_can(tmp_path):
 def test_runs_that_diverged_are_told_and_break_nothing(failing, tmp_path):
     report, _ = studied(failing)
     text = markdown(report, {m: METHODS[m].title for m in METHODS})
-    compared = set(next(iter(report["harsh"].values()))["loss_at_equal_tokens"])
-    assert text.count(DIVERGED) == sum((m in METHODS) + len(WORLDS) * (m in compared) for m in failing)
-    assert "halos" in compared or failing == ("halos",)
+    assert text.count(DIVERGED) == len(failing)
     json.dumps(plain(report), allow_nan=False)
     rows = [row((1, 2.0), method="halos"), failed(method=OURS, steps=10)]
     plot_curves(rows, {"halos": "a", OURS: "b"}, None, tmp_path / "p.png", "t")

@@ -29,8 +29,8 @@ class Stopped(Exception):
     pass
 
 
-def job(method: str, steps: int = 160, world: str = "published") -> Job:
-    return Job(method, {"lr": 0.01, **METHODS[method].published()}, world, 0, steps, TINY, points=8)
+def job(method: str, steps: int = 160) -> Job:
+    return Job(method, {"lr": 0.01, **METHODS[method].published()}, 0, steps, TINY, points=8)
 
 
 def result(row: dict) -> dict:
@@ -58,10 +58,10 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     ("of", "every"),
     [
         (job(muon(OURS_2BIT)), 5),  # momentum, ledger, coded changes both ways
-        (job(OURS, world="workers-dying"), 3),  # 4 bits; lives that end and begin
+        (job(OURS), 3),  # 4 bits
         (job(muon(SYNCHRONOUS)), 4),
         (job("diloco-fair", 600), 3),  # rounds: deltas that wait for others
-        (job("async-local-sgd", world="late-join"), 1),  # flat; who has no data left waits, and the world has no rest
+        (job("async-local-sgd"), 1),  # flat
     ],
     ids=lambda value: value.method if isinstance(value, Job) else "",
 )
