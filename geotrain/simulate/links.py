@@ -61,10 +61,10 @@ class Usage:
 
 
 class Pipe:
-    """One direction of a link; several pipes may lead through a common trunk, which is a pipe itself."""
+    """One direction of a link."""
 
-    def __init__(self, spec: LinkSpec, seed: str, trunk: Pipe | None = None) -> None:
-        self.spec, self.trunk = spec, trunk
+    def __init__(self, spec: LinkSpec, seed: str) -> None:
+        self.spec = spec
         self.bytes_per_s = spec.bytes_per_s
         self.usage = Usage()
         self._random = Random(seed)
@@ -75,8 +75,6 @@ class Pipe:
         """Return when a message that is handed over now has arrived whole."""
         channel = "" if self.spec.shared else sender
         end = self._serve(now, size_bytes, channel)
-        if self.trunk is not None:
-            end = max(end, self.trunk._serve(now, size_bytes, ""))
         arrival = max(end + self._delay_s(), self._last.get(channel, 0.0))
         self._last[channel] = arrival
         return arrival
@@ -114,27 +112,13 @@ Way = Literal["up", "down"]  # from the members to the server above them, or bac
 
 class Star:
     """Links between members (workers, region servers) and the server above them, in virtual time. Each member reaches
-    it over a link; members named alike in `link_of` use the same one.
+    it over a link; members named alike in `link_of` use the same one."""
 
-    trunk: what all links but the one called `home` lead through.
-    """
-
-    def __init__(
-        self,
-        links: dict[str, LinkSpec],
-        link_of: dict[str, str],
-        seed: int,
-        trunk: LinkSpec | None = None,
-        home: str | None = None,
-    ) -> None:
+    def __init__(self, links: dict[str, LinkSpec], link_of: dict[str, str], seed: int) -> None:
         self.link_of = link_of
-        self.pipes: dict[Way, dict[str, Pipe]] = {}
-        for way in ("up", "down"):
-            common = Pipe(trunk, f"{seed}-trunk-{way}") if trunk else None
-            self.pipes[way] = {
-                name: Pipe(spec, f"{seed}-{name}-{way}", None if name == home else common)
-                for name, spec in links.items()
-            }
+        self.pipes: dict[Way, dict[str, Pipe]] = {
+            way: {name: Pipe(spec, f"{seed}-{name}-{way}") for name, spec in links.items()} for way in ("up", "down")
+        }
 
     def arrival(self, way: Way, now: float, member: str, size_bytes: int) -> float:
         """Return when a message between the member and the server has arrived whole that is handed over now."""

@@ -43,15 +43,13 @@ class RegionSpec:
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """A simulated world. home: the region that the global server stands in, if in any. trunk: a link that all other
-    regions share on their way to it. speeds_known: measured before the run: the first leases are cut by all workers'
-    speeds already. Otherwise, as in production, a speed is known once its worker has trained a job. share: as of a
-    region. encrypted: whether links are."""
+    """A simulated world. home: the region that the global server stands in, if in any. speeds_known: measured before
+    the run: the first leases are cut by all workers' speeds already. Otherwise, as in production, a speed is known
+    once its worker has trained a job. share: as of a region. encrypted: whether links are."""
 
     regions: tuple[RegionSpec, ...]
     seed: int = 0
     home: str | None = None
-    trunk: LinkSpec | None = None
     speeds_known: bool = True
     share: float = 1.0
     encrypted: bool = False
@@ -64,7 +62,7 @@ class WorldSpec:
         """Lay the links between regions and the global server."""
         links = {r.name: r.link for r in self.regions}
         link_of = {m: r.name for r in self.regions for m in (r.name, *(w.name for w in r.workers))}
-        return Star(links, link_of, self.seed, self.trunk, self.home)
+        return Star(links, link_of, self.seed)
 
     def without(self, region: str) -> WorldSpec:
         """Return this world with one region less. Raises ValueError for the last one, or one that is not there."""

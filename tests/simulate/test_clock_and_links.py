@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from geotrain.simulate.clock import Clock, Promise, VirtualProcess
-from geotrain.simulate.links import LinkSpec, Pipe, Star
+from geotrain.simulate.links import LinkSpec, Pipe
 
 GB = 10**9 // 8  # bytes that take a second at 1 Gbit/s
 
@@ -75,12 +75,3 @@ def test_jitter_is_seeded_and_messages_do_not_overtake():
 
     assert arrivals("1") == arrivals("1") != arrivals("2")
     assert arrivals("1") == sorted(arrivals("1"))
-
-
-def test_regions_that_share_a_trunk_slow_each_other_down():
-    links = {"eu": LinkSpec(1.0), "us": LinkSpec(1.0)}
-    star = Star(links, {"eu": "eu", "us": "us"}, 0, trunk=LinkSpec(1.0))
-    assert [star.arrival("up", 0.0, m, GB) for m in ("eu", "us")] == [1.0, 2.0]
-    assert star.arrival("down", 0.0, "us", GB) == 1.0  # the other way is free
-    star = Star(links, {"eu": "eu", "us": "us"}, 0, trunk=LinkSpec(0.5), home="eu")
-    assert [star.arrival("up", 0.0, m, GB) for m in ("us", "eu")] == [2.0, 1.0]

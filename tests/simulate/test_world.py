@@ -180,13 +180,6 @@ def test_bytes_on_a_link_are_the_codecs():
     assert report["links"]["eu local up"]["sent_bytes"] % (4 * 10**8) == 0
 
 
-def test_shared_uplinks_cost_time_where_a_method_waits_for_them():
-    world = two_regions(shared=False)
-    shared = replace(two_regions(), trunk=LinkSpec(0.5, 0.05))
-    assert timed(BASELINES["diloco-fair"], shared)["hours"] > 1.05 * timed(BASELINES["diloco-fair"], world)["hours"]
-    assert timed(OURS, shared)["hours"] < 1.02 * timed(OURS, world)["hours"]
-
-
 def test_training_is_real_and_repeatable():
     """Both rules learn English and Python from bytes in virtual seconds; twice the same bits."""
     study = Study(steps=192, hidden=16, layers=1, heads=2, ffn=32, batch=2, length=32)

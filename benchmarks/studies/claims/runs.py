@@ -70,8 +70,8 @@ class Job:
             asdict(each, dict_factory=lambda pairs: {k: v for k, v in pairs if LATER.get(k, pairs) != v})
             for each in (r.world, r.study)
         )
-        # Jobs named a world, worlds had a ring, workers a kind of text: kept rows' keys follow from these, too.
-        job, world = {"world": "published", **asdict(self)}, {"ring": None, **world}
+        # Jobs named a world, worlds had a ring and a trunk, workers a kind of text: kept rows' keys have these.
+        job, world = {"world": "published", **asdict(self)}, {"ring": None, "trunk": None, **world}
         parts = (VERSION, job, outer, world, {"quarter_of": {}, **study}, carried_text().digest)
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
