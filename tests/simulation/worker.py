@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import shutil
+import tempfile
 import uuid
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from geotrain.net.transport.certs import trust_between
+from geotrain.common.names import GLOBAL
+from geotrain.net.transport.authority import ALWAYS, make_named
+from geotrain.net.transport.certs import Role, trust_between
 from geotrain.net.transport.fragment_links import shards_above
 from geotrain.outer.identity import identity_of
 from geotrain.outer.messages import Answer, Lease, LeaseRequest
@@ -24,6 +31,16 @@ REGIONS = {"eu": ("a", "b"), "us": ("c",)}
 HOME = {worker: region for region, workers in REGIONS.items() for worker in workers}
 NAN = b"\0\0\xc0\x7f"  # as fp32
 STEP_S = 0.5  # an inner step's time
+
+
+@cache
+def certificates() -> str:
+    """The folder of all processes' certificates, which all secure lives share."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    names: dict[Role, tuple[str, ...]] = {"shard": (GLOBAL, *REGIONS), "region": (*REGIONS,), "worker": (*HOME,)}
+    make_named("here", [*ALWAYS, *((role, name) for role in names for name in names[role])], Path(folder))
+    return folder
 
 
 class SimulatedWorker(FakeWorker):

@@ -4,12 +4,10 @@ threads, sockets and disks in the hand of one seed. Processes die, lose power, a
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextvars
 import itertools
 import random
 import shutil
-import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -35,7 +33,6 @@ from geotrain.net.server.server_setup import ServerSetup
 from geotrain.net.storage.recovery import Recovered, restarted
 from geotrain.net.storage.snapshots import SNAPSHOTS, SnapshotStore
 from geotrain.net.transport import rpc, wire
-from geotrain.net.transport.authority import ALWAYS, make_named
 from geotrain.net.transport.certs import OPERATOR, Role, open_channel, trust_between
 from geotrain.outer.events import Event, Left
 from geotrain.outer.messages import Refused
@@ -44,7 +41,7 @@ from geotrain.parameters.parameter_map import parameter_map_of
 from tests.simulation.account import STEP, Account
 from tests.simulation.machine import Machine
 from tests.simulation.network import PROCESS, site
-from tests.simulation.worker import HOME, REGIONS, SimulatedWorker
+from tests.simulation.worker import HOME, REGIONS, SimulatedWorker, certificates
 from tests.support.net_worlds import TINY, outer
 
 DISK_LOST = "loses its disk"
@@ -94,16 +91,6 @@ def _configs(
     cluster = {"name": "here", "global_server": {"port": 100}, "global_shards": above, "regions": regions}
     cluster |= {"security": {"folder": certificates()}} if secure else {}
     return parse(RunConfig, raw, "run"), parse(ClusterConfig, cluster, "cluster")
-
-
-@cache
-def certificates() -> str:
-    """The folder of all processes' certificates, which all secure lives share."""
-    folder = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, folder)
-    names: dict[Role, tuple[str, ...]] = {"shard": (GLOBAL, *REGIONS), "region": (*REGIONS,), "worker": (*HOME,)}
-    make_named("here", [*ALWAYS, *((role, name) for role in names for name in names[role])], Path(folder))
-    return folder
 
 
 class _Events:
