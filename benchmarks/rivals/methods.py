@@ -247,7 +247,7 @@ class Ours(Method):
 AVERAGING = {"name": "sync", "lr": 1.0, "momentum": 0.0}
 FP32 = {"up": {"name": "fp32"}, "down": {"name": "fp32"}}
 INT4 = {"up": {"name": "int4"}, "down": {"name": "int4"}}
-MOMENTUM = {"name": "region_momentum", "updates_per_send": 1}
+MOMENTUM = {"name": "region_momentum"}  # the default: in runs as short as these its answers wait
 
 
 def in_steps(overlap: int) -> dict[str, Any]:
@@ -261,7 +261,6 @@ OUTER: dict[str, dict[str, Any]] = {  # the `outer` block of our runs
     "ours-blocking": {"rule": AVERAGING, **FP32},
     "ours-blocking-4-bit": {"rule": AVERAGING, **INT4},
     "ours-streaming": {"rule": AVERAGING, **INT4, **STREAMING},
-    # One worker a region: each of its updates goes up, where the default waits for four.
     "ours": {"rule": MOMENTUM, **INT4, **STREAMING},
     "ours-often": {"rule": MOMENTUM, "local_steps": LOCAL_STEPS // 2, **INT4, **in_steps(OVERLAP_STEPS // 2)},
 }
