@@ -357,9 +357,9 @@ class OuterLoop:
         step of the optimizer. After the last step everything is sent, and the worker leaves.
 
         loss, lr, grad_norm: for people. The loss is of this rank's part of the batch, and read only when a delta
-        leaves. tokens: that the worker trained on in this step; by default, as the run file says. Raises
-        RuntimeError: no step's data was given for it by `batches`, `indices` or `samples`; the model is not what it
-        was at the start.
+        leaves. tokens: that the worker trained on in this step; by default, as the run file says. The step of one
+        that joined as the run ended is passed over. Raises RuntimeError: no step's data was given for it by
+        `batches`, `indices` or `samples`; the run is over; the model is not what it was at the start.
         """
         if self._joined and (self._counted is not None or not self._read) and not self._count():
             return
