@@ -221,7 +221,8 @@ async def befall(world: World, kinds: Sequence[Kind] = KINDS) -> None:
     if not in_rounds(world) and world.random.random() < 0.25:
         first = world.random.randrange(0, world.run_config.data.train_samples, STEP)
         world.spoiled = range(first, first + STEP)
-    happening = [asyncio.ensure_future(is_mimicked(world))] if world.mimicked else []
+    secure = world.cluster.security is not None
+    happening = [asyncio.ensure_future(is_mimicked(world))] if world.forming and secure else []
     for _ in range(world.random.randint(0, 14)):
         await asyncio.sleep(world.random.expovariate(1 / 2.0))
         happening.append(asyncio.ensure_future(world.random.choice(kinds)(world)))
@@ -352,7 +353,6 @@ def live(seed: int, work: Kind = befall) -> World:
             world.late = {name: coming.choice(at_s) for name in (*REGIONS, *HOME) if coming.random() < 0.08}
             if seed % 10 in (2, 9):  # none of the seeds that are kept for what they found
                 world.forming = random.Random(f"who loses hosts in {seed}")
-                world.mimicked = world.cluster.security is not None
         world.play(work, WITHIN_S)
         return world
     finally:

@@ -165,7 +165,6 @@ class World:
         self.late: dict[str, float] = {}  # who comes only after so many seconds
         self.struck: set[str] = set()  # workers that may be refused for good
         self.resumed = False  # with another cluster
-        self.mimicked = False  # whether one speaks for another
         self.ranks = {name: 2 if name == "a" else 1 for name in HOME}
         self.forming: random.Random | None = None  # draws how many ranks a worker comes back with: hosts are lost
         self.acknowledged: set[tuple[str, str, int, int]] = set()

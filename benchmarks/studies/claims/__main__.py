@@ -2,7 +2,7 @@
 
     python -m benchmarks.studies.claims --search-only  each method's settings, kept in benchmarks/data
     python -m benchmarks.studies.claims                with these, the methods that the figures compare, three seeds
-    python -m benchmarks.studies.claims --full         the search, all methods, too
+    python -m benchmarks.studies.claims --full         the search, and all methods
     python -m benchmarks.studies.claims --full --trials 0 the same with the settings found before
     python -m benchmarks.studies.claims --methods diloco region-momentum-muon --steps 2048 --seeds 1     a look
 
