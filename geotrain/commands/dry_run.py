@@ -82,7 +82,7 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
     """Compute what the run needs. Raises ConfigError, UnsupportedModelError, ParameterMapError when the run cannot
     be trained on this cluster."""
     check_together(run, cluster)
-    parameter_map, outer = parameter_map_of(run), run.outer
+    parameter_map, outer = parameter_map_of(run), run.settled_outer(len(cluster.workers))
     sizes = Sizes(outer, parameter_map.group_numel)
     wide = sum(sizes.wide.up), sum(sizes.wide.down)
     to_server = wide if outer.flat else (sum(sizes.local.up), sum(sizes.local.down))
@@ -116,7 +116,7 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
         count = len(region.workers)
         exchanges = count if outer.flat else 1  # flat: every worker exchanges over the wide area
         up, down = (exchanges * count_bytes for count_bytes in wide)
-        updates = count if outer.flat else outer.rule.updates_per_send or count
+        updates = count if outer.flat else outer.updates_per_send or count
         steps = max(outer.local_steps * updates // count, outer.local_steps)
         gbps = next((link.gbps for link in cluster.links if set(link.regions) == {region.name, "global"}), None)
         seconds = [None if gbps is None else 8 * size_bytes / gbps / 1e9 for size_bytes in (up, down)]

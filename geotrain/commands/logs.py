@@ -57,10 +57,8 @@ def trace_update(folder: Path, update: str) -> UpdateTrace:
     """The way of an update ("eu-0/2.17"; "eu/2.5" is one of a region) through the run in this folder, from the events
     of all processes that lie here. Raises ConfigError: no run, no such member, or no such id."""
     run, cluster = load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
-    rule, topology = run.outer.rule, Topology(run, cluster)
-    waits = run.outer.answers(run.inner_steps / run.outer.local_steps / len(cluster.workers)) == "wait"
-    every = None if waits else rule.updates_per_send
-    facts = RunFacts(topology.server_of, every, getattr(rule, "ledger", True))
+    every = run.settled_outer(len(cluster.workers)).updates_per_send
+    facts = RunFacts(Topology(run, cluster).server_of, every, getattr(run.outer.rule, "ledger", True))
     paths = {path.stem: path for path in (folder / "events").glob("*.jsonl")}
     paths |= {path.parent.name: path for path in (folder / "servers").glob("*/events.jsonl")}
     logs = {}

@@ -92,11 +92,15 @@ def effective(task: PlanTask, wish: Wish, workers: Workers) -> float:
 
 def expected_gap(task: PlanTask, wish: Wish, workers: Workers) -> float:
     """Estimate the final loss over data parallelism's of as many tokens, less 1."""
-    tokens = wish.tokens
-    if wish.objective == "tokens":
-        tokens = speed(workers) * task.tokens_per_step * wish.utilization * wish.seconds
-    step_s = [w.layout.step.step_s for w in workers]
+    step_s, tokens = [w.layout.step.step_s for w in workers], tokens_of(task, wish, workers)
     return loss_gap(step_s, tokens, task.tokens_per_step, task.run.outer.scale_local_steps)
+
+
+def tokens_of(task: PlanTask, wish: Wish, workers: Workers) -> float:
+    """Count the tokens that these workers are to train."""
+    if wish.objective != "tokens":
+        return wish.tokens
+    return speed(workers) * task.tokens_per_step * wish.utilization * wish.seconds
 
 
 def helpful(task: PlanTask, wish: Wish, divisions: Sequence[Workers]) -> Workers:

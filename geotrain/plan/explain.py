@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from geotrain.config import ConfigError, Topology
+from geotrain.config import SHORT_RUN, ConfigError, Topology
 from geotrain.parallelism.acco_forms import best_hiding, least_step_s
 from geotrain.parallelism.checks import accumulation_steps, gradient_wire_bytes, trains_in_bf16, zero_stage
 from geotrain.parallelism.optimizer_settings import uses_muon
@@ -76,6 +76,13 @@ def reasons(plan: Plan) -> list[str]:
         f"at most {1 - plan.wish.utilization:.0%} waiting ({1 - s.utilization:.1%}), links stay under "
         f"{BUSY:.0%} (fullest: {s.busy:.0%}) and traffic under {TRAFFIC:.0%} of the accelerators' price"
     )
+    if s.outer.waits:
+        tau, answer_s = s.outer.overlap.steps, max(region.answer_s for region in p.regions.values())
+        left_s = tau * min(worker.step_s for worker in p.workers.values())
+        found.append(
+            f"answers wait for the other regions' deltas, as workers have fewer than {SHORT_RUN} jobs: an update and "
+            f"its answer take {answer_s:.3g} s of the {left_s:.3g} s that overlap.steps = {tau} leave them"
+        )
     where = "in its own process" if s.shards == 1 else f"in {s.shards} shards, processes of their own"
     found.append(
         f"a server's vectors {where}: the fewest with which every server rests half of the time (busiest: "
@@ -219,7 +226,8 @@ def alike(plan: Plan) -> list[tuple[list[str], Worker]]:
 def outer_text(setting: Setting) -> str:
     o = setting.outer
     overlap = f", overlap {o.overlap.steps}" if o.overlap.steps else ""
-    updates = f", K {o.rule.updates_per_send}" if not o.flat and not o.rule.synchronous else ""
+    updates = f", K {o.updates_per_send}" if not o.flat and o.updates_per_send else ""
+    overlap += ", answers wait" * o.waits
     codecs = f"{o.up.name} up, {o.down.name} down, {o.local.name} local"
     return f"{o.rule.name}: H {o.local_steps}{updates}, {codecs}{overlap}"
 

@@ -28,7 +28,7 @@ from geotrain.config import (
     parse,
 )
 from geotrain.parameters.parameter_map import parameter_count
-from geotrain.plan.choice import choose, expected_gap
+from geotrain.plan.choice import choose, expected_gap, tokens_of
 from geotrain.plan.grouping import Find, Worker, Workers, form_workers, speed
 from geotrain.plan.inventory import MOST_WORKERS, Host, PlanError, PlanTask, Wish, hosts_of
 from geotrain.plan.layouts import Refusals, home_of, nothing_fits, worker_of
@@ -124,7 +124,8 @@ def decide(task: PlanTask, wish: Wish, find: Find = found_layouts) -> Decided:
 def _settings(task: PlanTask, workers: Workers, place: ServerPlace, wish: Wish) -> list[Setting]:
     prices = [w.layout.usd_per_hour for w in workers]
     hourly = None if None in prices else sum(p for p in prices if p is not None)
-    return settings(task, workers, place.region, wish.utilization, hourly)
+    steps = tokens_of(task, wish, workers) / task.tokens_per_step / len(workers)
+    return settings(task, workers, place.region, wish.utilization, hourly, steps)
 
 
 def plan(task: PlanTask, wish: Wish) -> Plan:

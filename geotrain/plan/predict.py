@@ -149,14 +149,14 @@ def predict(run: RunConfig, cluster: ClusterConfig, imbalance: float = 1.0) -> R
         homes = {region: [ranks[name] for name, (home, _) in placed.items() if home == region] for region in regions}
         inside = {region: _to_server(region, homes[region], network) for region in regions}
     timings = [worker_timing(name, region, steps[name]) for name, (region, _) in placed.items()]
-    parameter_map = parameter_map_of(run)
-    sizes = Sizes(run.outer, parameter_map.group_numel)
+    parameter_map, outer = parameter_map_of(run), run.settled_outer(len(placed))
+    sizes = Sizes(outer, parameter_map.group_numel)
     shares = {
         name: fullest_share(parameter_map, max(1, len(shards_of(cluster, name)))) for name in (GLOBAL, *regions)
     }
     rates = MEASURED.over(cluster.security is not None)
-    servers = server_times(run.outer, sizes, shares, shares[GLOBAL], rates)
-    found = pace(run.outer, sizes, timings, wide, inside, servers)
+    servers = server_times(outer, sizes, shares, shares[GLOBAL], rates)
+    found = pace(outer, sizes, timings, wide, inside, servers)
     workers = {
         name: _worker(run, architecture, region, worker, ranks[name], steps[name], found.workers[name], memory[name])
         for name, (region, worker) in placed.items()

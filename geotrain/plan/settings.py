@@ -9,7 +9,9 @@ of a bound on their steps between exchanges. A setting
 is good enough when the workers reach the utilization asked for, the links stay below BUSY, and traffic costs no more
 than TRAFFIC of the accelerators' price. Among those the best has the fewest inner steps between two exchanges with
 the global server (the freshest weights; docs/algorithms.md), then the more precise codecs, then less overlap, then
-the smaller H. Where no setting is good enough, the nearest one is taken, and the plan says so.
+the smaller H. In a run so short that answers wait for others' deltas, settings with which regions exchange every job
+are tried, too: τ steps have to leave an update and its answer the time to travel. Where no setting is good enough,
+the nearest one is taken, and the plan says so.
 
 A server's shards are as few as keep it at rest for half of the time, since members do not send evenly spread, and
 fit the memory of their hosts (`geotrain.plan.model.server_hosts`); each fragment is cut into as many pieces, so that
@@ -51,10 +53,11 @@ LOCAL_STEPS = (4, 8, 16, 32, 64, 128, 256, 512)
 UPDATES = (2, 4, 8, 16, 32)
 WIDE = tuple(codec_config(name) for name in ("bf16", "int8", "int4"))  # the more precise first
 LOCAL = tuple(codec_config(name) for name in ("fp32", "bf16"))
-OVERLAPS = (0, 1, 2, 4, 8, 16)  # τ; from 1 on, the model is streamed in fragments
+OVERLAPS = (1, 2, 4, 8, 16)  # τ, or 0; from 1 on, the model is streamed in fragments
 FRAGMENTS = 8
 SHARDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # 1: in the server's own process
 RANKED = 2.0  # times the steps of the best: further settings are not looked at
+WAITING = 0.98  # steps between exchanges, where answers wait: of as many, they end lower than H / 2 and K 2
 SERVER_BUSY = 0.5  # of its time that a server may work
 
 
@@ -78,7 +81,8 @@ class Setting:
     def order(self) -> tuple[Any, ...]:
         o = self.outer
         coarse = (WIDE.index(o.up) if o.up in WIDE else 0, o.local != LOCAL[0])
-        return round(self.misses, 6), round(self.steps, 6), coarse, self.shards, o.overlap.steps, o.local_steps
+        steps = round(self.steps * (WAITING if o.waits else 1.0), 6)
+        return round(self.misses, 6), steps, coarse, self.shards, o.overlap.steps, o.local_steps
 
 
 @dataclass(frozen=True)
@@ -127,10 +131,10 @@ def line_to(task: PlanTask, home: str, place: str) -> Line:
 
 
 def settings(
-    task: PlanTask, workers: Workers, place: str, target: float, usd_per_hour: float | None
+    task: PlanTask, workers: Workers, place: str, target: float, usd_per_hour: float | None, each_steps: float
 ) -> list[Setting]:
     """Rank all outer settings, the best first. target: utilization. usd_per_hour: of the accelerators, if they have
-    prices."""
+    prices. each_steps: inner steps of a worker in the run."""
     timings = [worker_timing(str(i), home_of(w.layout.hosts), w.layout.step) for i, w in enumerate(workers)]
     homes = list(dict.fromkeys(t.region for t in timings))
     wide = {home: line_to(task, home, place) for home in homes}
@@ -138,7 +142,9 @@ def settings(
     rates = MEASURED.over(task.cluster.security is not None)
     hosts = min(len(shard_hosts(task.cluster, region)) for region in (place, *homes))
     found, most = list[Setting](), inf
-    for least, outer in sorted(((least_steps(o, timings), o) for o in outers(task)), key=lambda entry: entry[0]):
+    for least, outer in sorted(
+        ((least_steps(o, timings), o) for o in outers(task, each_steps)), key=lambda entry: entry[0]
+    ):
         if least > most:
             break
         numels = fragment_sizes(task.architecture, outer.fragments.layers_per_fragment)
@@ -159,6 +165,9 @@ def settings(
         )
         dear = 0.0 if not usd_per_hour else max(0.0, traffic / usd_per_hour - TRAFFIC)
         late = max(0.0, server_busy - SERVER_BUSY)
+        if outer.waits:
+            left_s = {t.region: outer.overlap.steps * t.step_s for t in timings}
+            late += max(0.0, *(region.answer_s / left_s[name] - 1 for name, region in paced.regions.items()))
         misses = max(0.0, target - utilization) + max(0.0, busy - BUSY) + dear + late
         outer = cut(task, outer, shards)
         found.append(Setting(outer, shards, utilization, busy, server_busy, steps, traffic, misses))
@@ -173,7 +182,7 @@ def least_steps(outer: OuterConfig, workers: Sequence[WorkerTiming]) -> float:
     for region in dict.fromkeys(w.region for w in workers):
         mine = [w.step_s for w in workers if w.region == region]
         rate = sum(1 / (outer.local_steps * (fastest if outer.scale_local_steps else step_s)) for step_s in mine)
-        each = None if outer.flat or outer.rule.synchronous else outer.rule.updates_per_send
+        each = None if outer.flat else outer.updates_per_send
         found = max(found, (each or len(mine)) / rate / min(mine))
     return found
 
@@ -204,15 +213,16 @@ def cut(task: PlanTask, outer: OuterConfig, shards: int) -> OuterConfig:
     return outer.model_copy(update={"fragments": outer.fragments.model_copy(update={"pieces": shards})})
 
 
-def outers(task: PlanTask) -> Iterator[OuterConfig]:
-    """List the outer blocks that keep the pinned keys."""
+def outers(task: PlanTask, each_steps: float) -> Iterator[OuterConfig]:
+    """List the outer blocks that keep the pinned keys, for workers of so many steps in the run."""
     base, pins = task.run.outer, task.pins.outer
     layers = base.fragments.layers_per_fragment or max(1, -(-task.architecture.layers // FRAGMENTS))
     overlaps: list[dict[str, Any]] = []
-    for steps in OVERLAPS:
+    for steps, late in [(0, "wait"), *product(OVERLAPS, ("wait", "continue"))]:
         block: dict[str, Any] = {}
         if "overlap" not in pins:
-            block["overlap"] = OverlapConfig(steps=steps, adopt="rebase" if steps else "replace")
+            adopt = "rebase" if steps else "replace"
+            block["overlap"] = OverlapConfig.model_validate({"steps": steps, "late": late, "adopt": adopt})
         if "fragments" not in pins and steps:
             block["fragments"] = FragmentConfig(layers_per_fragment=layers)
         if block not in overlaps:
@@ -225,12 +235,19 @@ def outers(task: PlanTask) -> Iterator[OuterConfig]:
     if "local" not in pins and not base.flat:
         local = [{"local": codec} for codec in LOCAL]
     jobs: list[dict[str, Any]] = [{}] if "local_steps" in pins else [{"local_steps": h} for h in LOCAL_STEPS]
-    once = "rule.updates_per_send" in pins or base.rule.synchronous or base.flat
+    once = "rule.updates_per_send" in pins or base.updates_per_send is None or base.flat
     updates: list[dict[str, Any]] = (
         [{}] if once else [{"rule": base.rule.model_copy(update={"updates_per_send": k})} for k in UPDATES]
     )
     for parts in product(overlaps, wide, local, jobs, updates):
         outer = base.model_copy(update={key: value for part in parts for key, value in part.items()})
+        settled = outer.settled(each_steps / outer.local_steps)
+        if settled.waits:
+            outer = settled
+            if not outer.overlap.steps:
+                continue
+        elif "overlap" not in pins and outer.overlap.late == "continue":
+            continue
         whole = {outer.down.name, outer.local.name} <= {"fp32", "bf16"}  # which leaves no mirrors
         if outer.overlap.steps < outer.local_steps and not (whole and outer.mirrors == "disk"):
             yield outer

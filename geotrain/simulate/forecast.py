@@ -34,7 +34,8 @@ def forecast(
     steps, speed = run.total_steps, sum(1 / worker.step_s for worker in spec.workers)
     parameter_map = ParameterMap(canonical_parameters(run.architecture), outer.fragments.layers_per_fragment)
     fragments, count = len(parameter_map.fragments), len(spec.workers)
-    of_rounds = MIN_ROUNDS * (outer.rule.updates_per_send or 1) // min(len(r.workers) for r in spec.regions)
+    settled = outer.settled(steps / outer.local_steps / count)  # what is played in short answers as the whole run
+    of_rounds = MIN_ROUNDS * (settled.updates_per_send or 1) // min(len(r.workers) for r in spec.regions)
     jobs = max(MIN_JOBS, of_rounds, MAX_UPDATES // fragments // count)
     played = jobs * count * outer.local_steps
     played = steps if steps <= 2 * played else played
@@ -45,7 +46,7 @@ def forecast(
         if len(marks) < 2 and share >= (1 + 2 * len(marks)) / 4:
             marks.append(_counts(world))
 
-    world = VirtualWorld(spec, timing_task(outer, parameter_map, played, run.samples_per_step, rates), watch)
+    world = VirtualWorld(spec, timing_task(settled, parameter_map, played, run.samples_per_step, rates), watch)
     found, end = world.run(), _counts(world)
     if not (trained := found["committed_steps"]):
         raise nothing_committed(run, played, spec, outer)

@@ -13,6 +13,8 @@ from geotrain.config import (
     ClusterConfig,
     ConfigError,
     HalosConfig,
+    OuterConfig,
+    OverlapConfig,
     RunConfig,
     architecture_from_hf,
     load_cluster,
@@ -145,6 +147,10 @@ def test_bytes_of_an_exchange() -> None:
     assert found.workers[0].delta_bytes == 4 * found.parameters  # fp32 inside a region
     assert found.links[0].up_s == pytest.approx(8 * found.links[0].up_bytes / 0.2e9)
     assert found.links[0].steps_between == run.outer.local_steps * (run.outer.rule.updates_per_send or 0)
+    overlap = OverlapConfig.model_validate({"steps": 2, "late": "continue", "adopt": "rebase"})
+    outer = OuterConfig(overlap=overlap)  # of its default rule, whose answers wait in so short a run
+    short = dry_run.needs(run.model_copy(update={"outer": outer}), cluster)
+    assert short.links[0].steps_between == outer.local_steps
     large = dry_run.needs(*pair("70b", "four-regions-ssh"))
     assert large.links[0].up_bytes < 0.6 * large.parameters  # 4 bits and scales
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from geotrain.config import MomentumConfig
+from geotrain.config import MomentumConfig, RegionMomentumConfig
 from geotrain.outer.messages import Leave
-from geotrain.outer.rules.region_momentum import momentum_decay, momentum_gain, updates_in_run
+from geotrain.outer.rules.region_momentum import MomentumRegion, momentum_decay, momentum_gain, updates_in_run
 from tests.support.outer_world import FakeWorker, World, config, parameter_map, start_vector, whole
 
 
@@ -37,6 +37,9 @@ def test_a_momentum_of_few_updates_weighs_less():
     assert momentum_gain(2.0, momentum_decay(100.0, 0.1)) == pytest.approx(1.05, abs=0.01)
     newest = [momentum_gain(1.0, k) * (1 - k) for k in (momentum_decay(u, 0.1) for u in (1.0, 5.0, 40.0, 205.0))]
     assert newest == pytest.approx([0.05] * 4, abs=0.003)
+    config, k = RegionMomentumConfig(name="region_momentum"), momentum_decay(5.0, 0.1)
+    merged, waits = (MomentumRegion(config, k, answers).gain for answers in ("merged", "wait"))
+    assert merged == momentum_gain(1.0, k) and waits == pytest.approx(merged * 20 / 7)
 
 
 def test_momentum_spans_a_share_of_the_run_whatever_its_length():

@@ -189,6 +189,28 @@ def test_slower_links_bear_less() -> None:
     assert found[2][1].setting.outer.up.name == "int4"
 
 
+def test_in_a_short_run_answers_wait_and_have_the_time_to_come() -> None:
+    """H and τ follow from how long an update travels; a plan that states K, or is of a long run, waits for nobody."""
+    seen = []
+    for gbps in (100.0, 0.5, 0.1):
+        plan = planned(small_run(), inventory({"a": [(8, "d")], "b": [(8, "d")]}, gbps), tokens=1.3e8)
+        outer, step_s = plan.run.outer, min(w.step_s for w in plan.prediction.workers.values())
+        assert outer.waits and outer.overlap.late == "continue" and plan.setting.misses == 0
+        travel_s = max(region.answer_s for region in plan.prediction.regions.values())
+        assert 0 < travel_s <= outer.overlap.steps * step_s < outer.local_steps * step_s
+        assert plan.setting.steps == pytest.approx(outer.local_steps, rel=0.1)
+        assert any(why.startswith("answers wait") and f"{travel_s:.3g} s of the" in why for why in reasons(plan))
+        seen.append(outer.local_steps)
+    assert seen[0] <= seen[1] < seen[2]
+    hosts = inventory({"a": [(8, "d")], "b": [(8, "d")]}, 1.0)
+    often = small_run(outer={"rule": {"name": "region_momentum", "updates_per_send": 2}})
+    for run, pins, tokens in (
+        (small_run(), Pins(), 1e12), (often, Pins(outer=frozenset({"rule.updates_per_send"})), 1.3e8),
+    ):  # fmt: skip
+        outer = planned(run, hosts, pins, tokens=tokens).run.outer
+        assert not outer.waits and outer.overlap.late == "wait"
+
+
 def test_servers_have_as_many_shards_as_their_work_needs() -> None:
     """Quick workers, small H and K: a server of one process would work all the time."""
     often = {"rule": {"name": "region_momentum", "updates_per_send": 2}, "local_steps": 16}

@@ -83,6 +83,16 @@ CASES: list[tuple[dict[str, Any], LinkSpec, LinkSpec]] = [
         LinkSpec(0.5, 0.1),
         NEAR,
     ),
+    (
+        {
+            "local_steps": 16,
+            "fragments": {"layers_per_fragment": 3},
+            "overlap": {"steps": 8, "late": "continue", "adopt": "rebase"},
+            "rule": {"name": "region_momentum", "answers": "wait"},
+        },
+        FAST,
+        NEAR,
+    ),
 ]
 
 

@@ -50,10 +50,14 @@ def test_a_long_run_is_extrapolated(tmp_path, monkeypatch):
     # of whose middle half goes on: some thirty exchanges of each region
     monkeypatch.setattr("geotrain.simulate.forecast.MAX_UPDATES", 300)
     short = simulate(RUN, CLUSTER, step_s=1.0)
+    monkeypatch.setattr("geotrain.simulate.forecast.MAX_UPDATES", 100)
+    shorter = simulate(RUN, CLUSTER, step_s=1.0)
     monkeypatch.undo()
     whole = simulate(RUN, CLUSTER, step_s=1.0)
     assert short["simulated_share"] < 0.25
     assert short["hours"] == pytest.approx(whole["hours"], rel=0.05)
+    # So few jobs that answers would wait, and K count for nothing, were the whole run like that.
+    assert shorter["exchanges"]["eu"] == pytest.approx(whole["exchanges"]["eu"], rel=0.2)
 
 
 @pytest.mark.parametrize(

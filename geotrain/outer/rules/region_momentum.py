@@ -15,6 +15,7 @@ from geotrain.outer.rules.rule import AsyncRegion, Counts, Inputs, Vectors, aver
 # A momentum over fewer updates is no mean of many: it would only lengthen each step, over one by 63 % at a gain of 1,
 # and short runs ended several percent higher (docs/log.md).
 WHOLE_FROM = 20
+WAITING_WHOLE_FROM = 7  # where answers wait for others' deltas: they end lower with longer steps
 
 
 def momentum_decay(updates: float, share: float) -> float:
@@ -27,10 +28,9 @@ def momentum_decay(updates: float, share: float) -> float:
     return exp(-1 / max(1.0, share * updates))
 
 
-def momentum_gain(gain: float, decay: float) -> float:
-    """c, less where the momentum, whose newest delta has a share of 1−k, averages over fewer than WHOLE_FROM
-    updates."""
-    return gain / max(1.0, WHOLE_FROM * (1 - decay))
+def momentum_gain(gain: float, decay: float, whole_from: int = WHOLE_FROM) -> float:
+    """c, less where the momentum, whose newest delta has a share of 1−k, averages over fewer updates than that."""
+    return gain / max(1.0, whole_from * (1 - decay))
 
 
 def updates_in_run(steps: int, local_steps: int, workers: int, all_workers: int) -> float:
@@ -56,10 +56,11 @@ class MomentumRegion(AsyncRegion):
     averages, bf16_vectors = True, ("momentum",)
 
     def __init__(self, config: RegionMomentumConfig, decay: float, answers: str = "at_once") -> None:
-        merged = answers != "at_once"
+        merged, waits = answers != "at_once", answers == "wait"
         alpha = 1.0 if merged else config.merge_alpha
-        super().__init__(config.updates_per_send, alpha, True, merged, answers == "wait")
-        self.decay, self.gain = decay, momentum_gain(config.gain, decay)
+        super().__init__(config.updates_per_send, alpha, True, merged, waits)
+        self.decay = decay
+        self.gain = momentum_gain(config.gain, decay, WAITING_WHOLE_FROM if waits else WHOLE_FROM)
 
     def on_delta(self, c: Counts, member: str, weight: int, members: int) -> tuple[Inputs, tuple[str, ...]]:
         _, answered = super().on_delta(c, member, weight, members)

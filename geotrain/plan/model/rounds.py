@@ -23,6 +23,7 @@ from functools import lru_cache
 from math import ceil
 
 from geotrain.config import OuterConfig
+from geotrain.outer.server.leases import ALIKE
 from geotrain.parameters.parameter_map import fragments_due
 from geotrain.plan.model.network import Line
 from geotrain.plan.model.server_rates import MEASURED, ServerRates
@@ -77,7 +78,8 @@ class WorkerPace:
 @dataclass(frozen=True)
 class RegionPace:
     """The pace of one region. round_s: between two exchanges of a fragment with the global server. trip_s: of the
-    largest fragment, up and down. updates: workers' updates in a round; K, or more where the link does not keep up.
+    largest fragment, up and down. answer_s: from a worker's update to its answer, if the global server takes that at
+    once and answers it. updates: workers' updates in a round; K, or more where the link does not keep up.
     busy: share of the time that its link to the global server carries payload in its busier direction; 1: the link
     sets the pace. server_busy: that its server works; 1: the server does. staleness: global versions that pass, on
     average, between two exchanges, and so between a delta's anchor and its arrival. up_bytes, down_bytes: of a
@@ -85,6 +87,7 @@ class RegionPace:
 
     round_s: float
     trip_s: float
+    answer_s: float
     updates: float
     busy: float
     server_busy: float
@@ -122,11 +125,11 @@ def pace(
 ) -> ExchangePace:
     """Compute the steady pace of workers and regions. wide: region → its line to the global server. inside: region →
     its workers' lines to its server. servers: None: they take no time."""
-    fastest = min(w.step_s for w in workers)
+    fastest, steered = min(w.step_s for w in workers), outer.waits and outer.overlap.late == "continue"
     alone = {}  # of each worker, a job that waits for no answer
     for w in workers:
         steps = outer.local_steps
-        if outer.scale_local_steps:
+        if outer.scale_local_steps or (steered and w.step_s <= ALIKE * fastest):  # to end with the fastest's
             steps = max(1, ceil(steps * fastest / w.step_s))
         settles, refreshes = stops(outer, len(sizes.numels), steps)
         gatherings = refreshes if w.refreshes_all else 1  # each fragment is adopted once
@@ -153,6 +156,7 @@ def pace(
             r: RegionPace(
                 round_s=rounds[r],
                 trip_s=loop.trip_s[r],
+                answer_s=loop.trip_s[r] + loop.near_s(r),
                 updates=sum(rounds[r] / jobs[w.name] for w in mine),
                 busy=min(1.0, loop.carried_s[r] / rounds[r]),
                 server_busy=min(1.0, loads[r]),
@@ -196,6 +200,13 @@ class _Loop:
             for r in members
         }
 
+    def near_s(self, region: str) -> float:
+        """Seconds of an update, and its answer, between a worker and its region's server."""
+        if self.outer.flat:
+            return 0.0
+        local, line = self.sizes.local, self.inside[region]
+        return max(_added(_trips(local.up, local.down, line), self.near[region].update))
+
     def together(self, own_s: Mapping[str, float], slowest: WorkerTiming) -> Paced:
         sizes, near, top, flows = self.sizes, self.near, self.servers.top.update, self.flows
         exposed_s = 0.0
@@ -234,7 +245,7 @@ class _Loop:
             if flat:
                 rounds[r], loads[r] = len(mine) / rate, 0.0
             else:
-                updates = self.outer.rule.updates_per_send or len(mine)
+                updates = self.outer.updates_per_send or len(mine)
                 # A fragment's exchanges follow each other, and the link carries all fragments.
                 shortest_s = max(self.trip_s[r], self.carried_s[r])
                 rounds[r] = max(updates / rate, shortest_s)
