@@ -73,9 +73,7 @@ def ring_factor(members: int) -> float:
     return 2 * (members - 1) / members
 
 
-def synthetic_world(
-    regions: int, workers: int, step_s: float, link: LinkSpec, spread: float = 1.0, seed: int = 0
-) -> WorldSpec:
+def synthetic_world(regions: int, workers: int, step_s: float, link: LinkSpec, spread: float = 1.0) -> WorldSpec:
     """Regions of equal size. spread: the slowest worker's step time over the fastest's; evenly in between."""
     total = max(regions * workers - 1, 1)
 
@@ -84,8 +82,7 @@ def synthetic_world(
         return WorkerSpec(f"worker-{r}-{i}", step_s * (1 + (spread - 1) * place))
 
     return WorldSpec(
-        tuple(RegionSpec(f"region-{r}", tuple(worker(r, i) for i in range(workers)), link) for r in range(regions)),
-        seed,
+        tuple(RegionSpec(f"region-{r}", tuple(worker(r, i) for i in range(workers)), link) for r in range(regions))
     )
 
 

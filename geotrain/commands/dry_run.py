@@ -18,6 +18,7 @@ from geotrain.launch.run_rules import misfits
 from geotrain.launch.terminal import size, table_of
 from geotrain.parallelism.checks import accumulation_steps, micro_batches_between, zero_stage
 from geotrain.parameters.parameter_map import ParameterMap, parameter_map_of
+from geotrain.plan.model.answering import settled_outer, updates_per_send
 from geotrain.plan.model.memory import host_memory, tightest_rank
 from geotrain.plan.model.server_hosts import host_bytes, servers
 from geotrain.plan.model.server_rates import MEASURED
@@ -82,7 +83,7 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
     """Compute what the run needs. Raises ConfigError, UnsupportedModelError, ParameterMapError when the run cannot
     be trained on this cluster."""
     check_together(run, cluster)
-    parameter_map, outer = parameter_map_of(run), run.settled_outer(len(cluster.workers))
+    parameter_map, outer = parameter_map_of(run), settled_outer(run, len(cluster.workers))
     sizes = Sizes(outer, parameter_map.group_numel)
     wide = sum(sizes.wide.up), sum(sizes.wide.down)
     to_server = wide if outer.flat else (sum(sizes.local.up), sum(sizes.local.down))
@@ -116,7 +117,7 @@ def needs(run: RunConfig, cluster: ClusterConfig) -> Needs:
         count = len(region.workers)
         exchanges = count if outer.flat else 1  # flat: every worker exchanges over the wide area
         up, down = (exchanges * count_bytes for count_bytes in wide)
-        updates = count if outer.flat else outer.updates_per_send or count
+        updates = count if outer.flat else updates_per_send(outer) or count
         steps = max(outer.local_steps * updates // count, outer.local_steps)
         gbps = next((link.gbps for link in cluster.links if set(link.regions) == {region.name, "global"}), None)
         seconds = [None if gbps is None else 8 * size_bytes / gbps / 1e9 for size_bytes in (up, down)]

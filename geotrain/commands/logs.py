@@ -12,6 +12,7 @@ from pathlib import Path
 from geotrain.config import ConfigError, Topology, load_cluster, load_run
 from geotrain.monitor.events import Follower
 from geotrain.monitor.update_trace import RunFacts, UpdateTrace, trace
+from geotrain.plan.model.answering import settled_outer, updates_per_send
 
 POLL_S = 0.25
 READ_BYTES = 1 << 16  # of one file, before the next one's turn
@@ -57,7 +58,7 @@ def trace_update(folder: Path, update: str) -> UpdateTrace:
     """The way of an update ("eu-0/2.17"; "eu/2.5" is one of a region) through the run in this folder, from the events
     of all processes that lie here. Raises ConfigError: no run, no such member, or no such id."""
     run, cluster = load_run(folder / "run.json"), load_cluster(folder / "cluster.json")
-    every = run.settled_outer(len(cluster.workers)).updates_per_send
+    every = updates_per_send(settled_outer(run, len(cluster.workers)))
     facts = RunFacts(Topology(run, cluster).server_of, every, getattr(run.outer.rule, "ledger", True))
     paths = {path.stem: path for path in (folder / "events").glob("*.jsonl")}
     paths |= {path.parent.name: path for path in (folder / "servers").glob("*/events.jsonl")}

@@ -246,23 +246,6 @@ class OuterConfig(Block):
             return "wait" if short else "at_once"
         return rule.answers
 
-    def settled(self, jobs: float) -> OuterConfig:
-        """Return the block with what `auto` is for workers who have so many jobs in the run each."""
-        if not isinstance(self.rule, RegionMomentumConfig):
-            return self
-        return self.model_copy(update={"rule": self.rule.model_copy(update={"answers": self.answers(jobs)})})
-
-    @property
-    def waits(self) -> bool:
-        """Whether answers wait for others' deltas. Of a settled block."""
-        return isinstance(self.rule, RegionMomentumConfig) and self.rule.answers == "wait"
-
-    @property
-    def updates_per_send(self) -> int | None:
-        """K; None where a region sends up what all of its workers have sent. Of a settled block."""
-        merged = isinstance(self.rule, RegionMomentumConfig) and self.rule.answers == "merged"
-        return None if merged or self.waits else self.rule.updates_per_send
-
     @model_validator(mode="after")
     def _every_setting_does_something(self) -> OuterConfig:
         """Refuse settings that have no effect beside others.

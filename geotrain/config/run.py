@@ -373,10 +373,6 @@ class RunConfig(Block):
         """Inner steps of the whole run, over all workers."""
         return self.batches.step_at(self.data.train_samples)
 
-    def settled_outer(self, workers: int) -> OuterConfig:
-        """Return the outer block with what `auto` is in this run of so many workers."""
-        return self.outer.settled(self.inner_steps / self.outer.local_steps / max(1, workers))
-
     @property
     def total_steps(self) -> int:
         """Whole batches of the run, over all workers, where its learning-rate schedule ends: without a ramp,

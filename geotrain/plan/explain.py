@@ -17,6 +17,7 @@ from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.grouping import Worker
 from geotrain.plan.inventory import PlanTask
 from geotrain.plan.layouts import layout_text
+from geotrain.plan.model.answering import updates_per_send, waits
 from geotrain.plan.model.loss import worth
 from geotrain.plan.model.step import PARTS
 from geotrain.plan.planner import Plan, resolve
@@ -76,7 +77,7 @@ def reasons(plan: Plan) -> list[str]:
         f"at most {1 - plan.wish.utilization:.0%} waiting ({1 - s.utilization:.1%}), links stay under "
         f"{BUSY:.0%} (fullest: {s.busy:.0%}) and traffic under {TRAFFIC:.0%} of the accelerators' price"
     )
-    if s.outer.waits:
+    if waits(s.outer):
         tau, answer_s = s.outer.overlap.steps, max(region.answer_s for region in p.regions.values())
         left_s = tau * min(worker.step_s for worker in p.workers.values())
         found.append(
@@ -226,8 +227,8 @@ def alike(plan: Plan) -> list[tuple[list[str], Worker]]:
 def outer_text(setting: Setting) -> str:
     o = setting.outer
     overlap = f", overlap {o.overlap.steps}" if o.overlap.steps else ""
-    updates = f", K {o.updates_per_send}" if not o.flat and o.updates_per_send else ""
-    overlap += ", answers wait" * o.waits
+    updates = f", K {every}" if not o.flat and (every := updates_per_send(o)) else ""
+    overlap += ", answers wait" * waits(o)
     codecs = f"{o.up.name} up, {o.down.name} down, {o.local.name} local"
     return f"{o.rule.name}: H {o.local_steps}{updates}, {codecs}{overlap}"
 

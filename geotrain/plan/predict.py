@@ -19,6 +19,7 @@ from geotrain.config import (
     shards_of,
 )
 from geotrain.parameters.parameter_map import parameter_map_of
+from geotrain.plan.model.answering import settled_outer
 from geotrain.plan.model.memory import tightest_rank
 from geotrain.plan.model.network import Line, LinkTable, RankDevice
 from geotrain.plan.model.rounds import RegionPace, WorkerPace, pace, server_times, worker_timing
@@ -149,7 +150,7 @@ def predict(run: RunConfig, cluster: ClusterConfig, imbalance: float = 1.0) -> R
         homes = {region: [ranks[name] for name, (home, _) in placed.items() if home == region] for region in regions}
         inside = {region: _to_server(region, homes[region], network) for region in regions}
     timings = [worker_timing(name, region, steps[name]) for name, (region, _) in placed.items()]
-    parameter_map, outer = parameter_map_of(run), run.settled_outer(len(placed))
+    parameter_map, outer = parameter_map_of(run), settled_outer(run, len(placed))
     sizes = Sizes(outer, parameter_map.group_numel)
     shares = {
         name: fullest_share(parameter_map, max(1, len(shards_of(cluster, name)))) for name in (GLOBAL, *regions)

@@ -41,6 +41,7 @@ from geotrain.parameters.parameter_map import ParameterMap, canonical_parameters
 from geotrain.plan.grouping import Workers
 from geotrain.plan.inventory import PlanError, PlanTask
 from geotrain.plan.layouts import home_of
+from geotrain.plan.model.answering import settled, updates_per_send, waits
 from geotrain.plan.model.network import Line
 from geotrain.plan.model.rounds import WorkerTiming, pace, server_times, worker_timing
 from geotrain.plan.model.server_hosts import PER_HOST, fullest_share
@@ -81,7 +82,7 @@ class Setting:
     def order(self) -> tuple[Any, ...]:
         o = self.outer
         coarse = (WIDE.index(o.up) if o.up in WIDE else 0, o.local != LOCAL[0])
-        steps = round(self.steps * (WAITING if o.waits else 1.0), 6)
+        steps = round(self.steps * (WAITING if waits(o) else 1.0), 6)
         return round(self.misses, 6), steps, coarse, self.shards, o.overlap.steps, o.local_steps
 
 
@@ -165,7 +166,7 @@ def settings(
         )
         dear = 0.0 if not usd_per_hour else max(0.0, traffic / usd_per_hour - TRAFFIC)
         late = max(0.0, server_busy - SERVER_BUSY)
-        if outer.waits:
+        if waits(outer):
             left_s = {t.region: outer.overlap.steps * t.step_s for t in timings}
             late += max(0.0, *(region.answer_s / left_s[name] - 1 for name, region in paced.regions.items()))
         misses = max(0.0, target - utilization) + max(0.0, busy - BUSY) + dear + late
@@ -182,7 +183,7 @@ def least_steps(outer: OuterConfig, workers: Sequence[WorkerTiming]) -> float:
     for region in dict.fromkeys(w.region for w in workers):
         mine = [w.step_s for w in workers if w.region == region]
         rate = sum(1 / (outer.local_steps * (fastest if outer.scale_local_steps else step_s)) for step_s in mine)
-        each = None if outer.flat else outer.updates_per_send
+        each = None if outer.flat else updates_per_send(outer)
         found = max(found, (each or len(mine)) / rate / min(mine))
     return found
 
@@ -235,15 +236,15 @@ def outers(task: PlanTask, each_steps: float) -> Iterator[OuterConfig]:
     if "local" not in pins and not base.flat:
         local = [{"local": codec} for codec in LOCAL]
     jobs: list[dict[str, Any]] = [{}] if "local_steps" in pins else [{"local_steps": h} for h in LOCAL_STEPS]
-    once = "rule.updates_per_send" in pins or base.updates_per_send is None or base.flat
+    once = "rule.updates_per_send" in pins or updates_per_send(base) is None or base.flat
     updates: list[dict[str, Any]] = (
         [{}] if once else [{"rule": base.rule.model_copy(update={"updates_per_send": k})} for k in UPDATES]
     )
     for parts in product(overlaps, wide, local, jobs, updates):
         outer = base.model_copy(update={key: value for part in parts for key, value in part.items()})
-        settled = outer.settled(each_steps / outer.local_steps)
-        if settled.waits:
-            outer = settled
+        known = settled(outer, each_steps / outer.local_steps)
+        if waits(known):
+            outer = known
             if not outer.overlap.steps:
                 continue
         elif "overlap" not in pins and outer.overlap.late == "continue":

@@ -11,6 +11,7 @@ from typing import Any
 
 from geotrain.config import ClusterConfig, ConfigError, OuterConfig, RunConfig
 from geotrain.parameters.parameter_map import ParameterMap, canonical_parameters
+from geotrain.plan.model.answering import settled, updates_per_send
 from geotrain.plan.model.server_rates import MEASURED, ServerRates
 from geotrain.plan.predict import RunPrediction
 from geotrain.simulate.spec import WorldSpec, world_of_cluster
@@ -34,8 +35,9 @@ def forecast(
     steps, speed = run.total_steps, sum(1 / worker.step_s for worker in spec.workers)
     parameter_map = ParameterMap(canonical_parameters(run.architecture), outer.fragments.layers_per_fragment)
     fragments, count = len(parameter_map.fragments), len(spec.workers)
-    settled = outer.settled(steps / outer.local_steps / count)  # what is played in short answers as the whole run
-    of_rounds = MIN_ROUNDS * (settled.updates_per_send or 1) // min(len(r.workers) for r in spec.regions)
+    # What is played in short answers as the whole run does.
+    outer_played = settled(outer, steps / outer.local_steps / count)
+    of_rounds = MIN_ROUNDS * (updates_per_send(outer_played) or 1) // min(len(r.workers) for r in spec.regions)
     jobs = max(MIN_JOBS, of_rounds, MAX_UPDATES // fragments // count)
     played = jobs * count * outer.local_steps
     played = steps if steps <= 2 * played else played
@@ -46,7 +48,7 @@ def forecast(
         if len(marks) < 2 and share >= (1 + 2 * len(marks)) / 4:
             marks.append(_counts(world))
 
-    world = VirtualWorld(spec, timing_task(settled, parameter_map, played, run.samples_per_step, rates), watch)
+    world = VirtualWorld(spec, timing_task(outer_played, parameter_map, played, run.samples_per_step, rates), watch)
     found, end = world.run(), _counts(world)
     if not (trained := found["committed_steps"]):
         raise nothing_committed(run, played, spec, outer)

@@ -2,48 +2,35 @@
 
 A pipe is one direction of a link, a first-in-first-out queue in front of a fixed rate. On a shared link all senders
 wait in one queue; on one that is not shared each sender has a queue of its own (the published environments are like
-that). Packet loss does not drop messages, since TCP repeats them; it lowers the rate.
+that).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
-from random import Random
 from typing import Literal
-
-SEGMENT_BITS = 8 * 1460  # of TCP on Ethernet
 
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """A link. gbps: of each direction. latency_s: one way. jitter_s: mean of the exponential delay added to a
-    message. loss: share of packets lost. streams: TCP connections that share the load. shared: one queue for all
-    senders. outages: (from_s, to_s) spans without any service, in order."""
+    """A link. gbps: of each direction. latency_s: one way. shared: one queue for all senders. outages: (from_s, to_s)
+    spans without any service, in order."""
 
     gbps: float
     latency_s: float = 0.0
-    jitter_s: float = 0.0
-    loss: float = 0.0
-    streams: int = 8
     shared: bool = True
     outages: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.gbps > 0 or self.latency_s < 0 or self.jitter_s < 0 or not 0 <= self.loss < 1 or self.streams < 1:
-            raise ValueError(f"{self}: gbps > 0, latency_s and jitter_s ≥ 0, 0 ≤ loss < 1, streams ≥ 1 are needed")
+        if not self.gbps > 0 or self.latency_s < 0:
+            raise ValueError(f"{self}: gbps > 0 and latency_s ≥ 0 are needed")
         flat = [t for span in self.outages for t in span]
         if flat != sorted(flat):
             raise ValueError(f"outages {self.outages} must be (from_s, to_s) spans in order, without overlap")
 
     @property
     def bytes_per_s(self) -> float:
-        """Compute the goodput: what is lost is sent again, and TCP slows down to MSS/RTT · √(3/2p) a stream (Mathis
-        et al., The macroscopic behavior of the TCP congestion avoidance algorithm, 1997)."""
-        bits = self.gbps * 1e9 * (1 - self.loss)
-        if self.loss and self.latency_s:
-            bits = min(bits, self.streams * SEGMENT_BITS / (2 * self.latency_s) * sqrt(1.5 / self.loss))
-        return bits / 8
+        return self.gbps * 1e9 / 8
 
 
 @dataclass
@@ -63,29 +50,19 @@ class Usage:
 class Pipe:
     """One direction of a link."""
 
-    def __init__(self, spec: LinkSpec, seed: str) -> None:
+    def __init__(self, spec: LinkSpec) -> None:
         self.spec = spec
         self.bytes_per_s = spec.bytes_per_s
         self.usage = Usage()
-        self._random = Random(seed)
         self._free: dict[str, float] = {}  # channel → when its queue is empty
-        self._last: dict[str, float] = {}  # channel → the last arrival: messages do not overtake
 
     def arrival(self, now: float, size_bytes: int, sender: str) -> float:
         """Return when a message that is handed over now has arrived whole."""
-        channel = "" if self.spec.shared else sender
-        end = self._serve(now, size_bytes, channel)
-        arrival = max(end + self._delay_s(), self._last.get(channel, 0.0))
-        self._last[channel] = arrival
-        return arrival
+        return self._serve(now, size_bytes, "" if self.spec.shared else sender) + self.spec.latency_s
 
     def control_arrival(self, now: float) -> float:
         """Return when a few bytes have arrived, which slip in between the packets of large messages."""
-        return self._after_outage(now) + self._delay_s()
-
-    def _delay_s(self) -> float:
-        jitter = self._random.expovariate(1 / self.spec.jitter_s) if self.spec.jitter_s else 0.0
-        return self.spec.latency_s + jitter
+        return self._after_outage(now) + self.spec.latency_s
 
     def _serve(self, now: float, size_bytes: int, channel: str) -> float:
         # An outage stops the transfer where it is, and it goes on when the outage ends.
@@ -114,10 +91,10 @@ class Star:
     """Links between members (workers, region servers) and the server above them, in virtual time. Each member reaches
     it over a link; members named alike in `link_of` use the same one."""
 
-    def __init__(self, links: dict[str, LinkSpec], link_of: dict[str, str], seed: int) -> None:
+    def __init__(self, links: dict[str, LinkSpec], link_of: dict[str, str]) -> None:
         self.link_of = link_of
         self.pipes: dict[Way, dict[str, Pipe]] = {
-            way: {name: Pipe(spec, f"{seed}-{name}-{way}") for name, spec in links.items()} for way in ("up", "down")
+            way: {name: Pipe(spec) for name, spec in links.items()} for way in ("up", "down")
         }
 
     def arrival(self, way: Way, now: float, member: str, size_bytes: int) -> float:

@@ -48,7 +48,6 @@ class WorldSpec:
     once its worker has trained a job. share: as of a region. encrypted: whether links are."""
 
     regions: tuple[RegionSpec, ...]
-    seed: int = 0
     home: str | None = None
     speeds_known: bool = True
     share: float = 1.0
@@ -62,7 +61,7 @@ class WorldSpec:
         """Lay the links between regions and the global server."""
         links = {r.name: r.link for r in self.regions}
         link_of = {m: r.name for r in self.regions for m in (r.name, *(w.name for w in r.workers))}
-        return Star(links, link_of, self.seed)
+        return Star(links, link_of)
 
     def without(self, region: str) -> WorldSpec:
         """Return this world with one region less. Raises ValueError for the last one, or one that is not there."""
@@ -107,4 +106,4 @@ def world_of_cluster(
         wide = LinkSpec(link.gbps, link.rtt_ms / 2000)
         regions.append(RegionSpec(region.name, workers, wide, local, share(region.shards)))
     encrypted = cluster.security is not None
-    return WorldSpec(tuple(regions), run.seed, share=share(cluster.global_shards), encrypted=encrypted)
+    return WorldSpec(tuple(regions), share=share(cluster.global_shards), encrypted=encrypted)

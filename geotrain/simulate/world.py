@@ -211,7 +211,7 @@ class VirtualWorld:
         uplink = self.top.uplinks[name] = VirtualClient(self.clock, self.links, self.top, name)
         work = self._work("region", len(workers), region.share)
         node = self.regions[name] = RegionNode(server, task.sizes.local, work, uplink)
-        self.local_links[name] = Star({"local": region.local}, dict.fromkeys(workers, "local"), self.spec.seed)
+        self.local_links[name] = Star({"local": region.local}, dict.fromkeys(workers, "local"))
         self.clock.at(0.0, node.start)
 
     def _build_worker(self, region: str, spec: WorkerSpec) -> None:

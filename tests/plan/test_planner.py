@@ -16,6 +16,7 @@ from geotrain.plan.explain import doubts, reasons, synchronous_text
 from geotrain.plan.grouping import SLACK, divisions, fewest_workers
 from geotrain.plan.inventory import Pins, PlanError, PlanTask
 from geotrain.plan.layouts import FULL_MICRO_TOKENS, Refusals, evaluated, layouts, micro_batches
+from geotrain.plan.model.answering import waits
 from geotrain.plan.placement.search import search
 from geotrain.plan.planner import Plan, resolve
 from geotrain.plan.planner import plan as plan_of
@@ -195,7 +196,7 @@ def test_in_a_short_run_answers_wait_and_have_the_time_to_come() -> None:
     for gbps in (100.0, 0.5, 0.1):
         plan = planned(small_run(), inventory({"a": [(8, "d")], "b": [(8, "d")]}, gbps), tokens=1.3e8)
         outer, step_s = plan.run.outer, min(w.step_s for w in plan.prediction.workers.values())
-        assert outer.waits and outer.overlap.late == "continue" and plan.setting.misses == 0
+        assert waits(outer) and outer.overlap.late == "continue" and plan.setting.misses == 0
         travel_s = max(region.answer_s for region in plan.prediction.regions.values())
         assert 0 < travel_s <= outer.overlap.steps * step_s < outer.local_steps * step_s
         assert plan.setting.steps == pytest.approx(outer.local_steps, rel=0.1)
@@ -208,7 +209,7 @@ def test_in_a_short_run_answers_wait_and_have_the_time_to_come() -> None:
         (small_run(), Pins(), 1e12), (often, Pins(outer=frozenset({"rule.updates_per_send"})), 1.3e8),
     ):  # fmt: skip
         outer = planned(run, hosts, pins, tokens=tokens).run.outer
-        assert not outer.waits and outer.overlap.late == "wait"
+        assert not waits(outer) and outer.overlap.late == "wait"
 
 
 def test_servers_have_as_many_shards_as_their_work_needs() -> None:

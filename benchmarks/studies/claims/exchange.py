@@ -69,7 +69,7 @@ class RingWorld(WorldSpec):
 
     def links(self) -> Star:
         link = self.regions[0].link
-        return Ring({"ring": link}, {w.name: "ring" for w in self.workers}, self.seed)
+        return Ring({"ring": link}, {w.name: "ring" for w in self.workers})
 
 
 def ring_world(environment: Environment) -> RingWorld:
@@ -91,7 +91,7 @@ def data_parallel_world(outer: OuterConfig, environment: Environment) -> WorldSp
     reduce_s = size_bytes / ring.bytes_per_s + ring.latency_s
     step_s = max(w.step_s for w in environment.world.workers) + reduce_s
     region = RegionSpec("everywhere", (WorkerSpec("everything", step_s),), AT_ONCE, AT_ONCE)
-    return WorldSpec((region,), environment.world.seed)
+    return WorldSpec((region,))
 
 
 def regional_world(outer: OuterConfig, environment: Environment) -> WorldSpec:

@@ -36,10 +36,16 @@ LATER = {
     "settle_s": 0.0, "refresh_s": 0.0, "refreshes_all": False, "shards": 1, "encrypted": False,
     "normalize_rows": False, "share": 1.0,
 }  # fmt: skip
+OF_LINKS = {"jitter_s": 0.0, "loss": 0.0, "streams": 8}  # fields that are gone
 NOT_WITHOUT_RESULT = (
     "test", "final", "selection", "final_selection", "utilization", "wide_bytes", "committed_steps",
 )  # fmt: skip
 NO_ROUND, DIVERGED = "no round fits", "diverged"
+
+
+def _as_kept(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    kept = {key: value for key, value in pairs if LATER.get(key, pairs) != value}
+    return {**kept, **OF_LINKS} if "gbps" in kept else kept
 
 
 @dataclass(frozen=True)
@@ -66,12 +72,9 @@ class Job:
         is as its default says is left out: a new option of the outer loop leaves the keys as they are."""
         r = self.resolved
         outer = r.outer.model_dump(by_alias=True, mode="json", exclude_defaults=True)
-        world, study = (
-            asdict(each, dict_factory=lambda pairs: {k: v for k, v in pairs if LATER.get(k, pairs) != v})
-            for each in (r.world, r.study)
-        )
-        # Jobs named a world, worlds had a ring and a trunk, workers a kind of text: kept rows' keys have these.
-        job, world = {"world": "published", **asdict(self)}, {"ring": None, "trunk": None, **world}
+        # Jobs named a world, worlds had a ring, a trunk and a seed, links jitter: kept rows' keys have these.
+        world, study = (asdict(each, dict_factory=_as_kept) for each in (r.world, r.study))
+        job, world = {"world": "published", **asdict(self)}, {"ring": None, "trunk": None, "seed": 0, **world}
         parts = (VERSION, job, outer, world, {"quarter_of": {}, **study}, carried_text().digest)
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 

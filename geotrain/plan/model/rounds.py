@@ -25,6 +25,7 @@ from math import ceil
 from geotrain.config import OuterConfig
 from geotrain.outer.server.leases import ALIKE
 from geotrain.parameters.parameter_map import fragments_due
+from geotrain.plan.model.answering import updates_per_send, waits
 from geotrain.plan.model.network import Line
 from geotrain.plan.model.server_rates import MEASURED, ServerRates
 from geotrain.plan.model.servers import ServerSeconds, place_of, server_seconds
@@ -125,7 +126,7 @@ def pace(
 ) -> ExchangePace:
     """Compute the steady pace of workers and regions. wide: region → its line to the global server. inside: region →
     its workers' lines to its server. servers: None: they take no time."""
-    fastest, steered = min(w.step_s for w in workers), outer.waits and outer.overlap.late == "continue"
+    fastest, steered = min(w.step_s for w in workers), waits(outer) and outer.overlap.late == "continue"
     alone = {}  # of each worker, a job that waits for no answer
     for w in workers:
         steps = outer.local_steps
@@ -245,7 +246,7 @@ class _Loop:
             if flat:
                 rounds[r], loads[r] = len(mine) / rate, 0.0
             else:
-                updates = self.outer.updates_per_send or len(mine)
+                updates = updates_per_send(self.outer) or len(mine)
                 # A fragment's exchanges follow each other, and the link carries all fragments.
                 shortest_s = max(self.trip_s[r], self.carried_s[r])
                 rounds[r] = max(updates / rate, shortest_s)
