@@ -262,7 +262,7 @@ OUTER: dict[str, dict[str, Any]] = {  # the `outer` block of our runs
     "ours-blocking-4-bit": {"rule": AVERAGING, **INT4},
     "ours-streaming": {"rule": AVERAGING, **INT4, **STREAMING},
     "ours": {"rule": MOMENTUM, **INT4, **STREAMING},
-    "ours-often": {"rule": MOMENTUM, "local_steps": LOCAL_STEPS // 2, **INT4, **in_steps(OVERLAP_STEPS // 2)},
+    "ours-often": {"rule": MOMENTUM, "local_steps": LOCAL_STEPS // 2, **INT4, **in_steps(LOCAL_STEPS // 4)},
 }
 METHODS: dict[str, Callable[..., Method]] = {
     "alone": Method,

@@ -44,7 +44,7 @@ class HalosConfig(AsyncConfig):
     model_config = ConfigDict(populate_by_name=True)
 
 
-SHORT_RUN = 64  # jobs of a worker: with fewer, news of the others that come a job later are dear
+SHORT_RUN = 128  # jobs of a worker: with fewer, news of the others that come a job later are dear
 
 
 class RegionMomentumConfig(AsyncConfig):
@@ -54,7 +54,7 @@ class RegionMomentumConfig(AsyncConfig):
     gain: Annotated[float, Field(ge=0)] = Field(
         1.0,
         description="c: weight of the momentum beside the delta; less in runs so short that the "
-        "momentum averages over fewer than 20 updates.",
+        "momentum averages over fewer than 20 updates, or 7 where answers wait.",
     )
     momentum_share: Annotated[float, Field(gt=0, le=1)] = Field(
         0.1, description="Share of the run that the momentum averages over; the decay per update follows from it."
@@ -64,7 +64,7 @@ class RegionMomentumConfig(AsyncConfig):
         description="What a worker's delta is answered with: at_once, the region's weights; merged, the global ones "
         "when they are there (K is not used, α is 1); wait, these, which wait for the deltas of all who are at work, "
         "as long as the answer still comes within `overlap.steps`, and whose jobs have lengths with which they end "
-        "together. auto: wait, with `overlap.late` = continue and where a worker has fewer than 64 jobs in the run, "
+        "together. auto: wait, with `overlap.late` = continue and where a worker has fewer than 128 jobs in the run, "
         "unless `merge_alpha` or `updates_per_send` say otherwise.",
     )
 
