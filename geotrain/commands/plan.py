@@ -158,7 +158,7 @@ def _of_live(
     carried = {name: status.get("links", {}) for name, status in seen.statuses.items() if name != GLOBAL}
     peaks = {name: links.get("peak_up_bytes_per_s", 0) for name, links in carried.items()}
     there = next((r.name for r in now.regions if now.global_ssh is not None and r.ssh == now.global_ssh), None)
-    agreed = frozenset(OuterConfig.model_fields)
+    agreed = frozenset({*OuterConfig.model_fields, "rule.updates_per_send", "rule.answers"})
     balance = run.acco.balance if run.acco else None
     pins = Pins(recompute=run.model.recompute, balance=balance, outer=agreed, global_region=pin_global or there)
     left = (run.data.train_samples - top["committed_samples"]) * run.data.sequence_length

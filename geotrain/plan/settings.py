@@ -244,7 +244,7 @@ def outers(task: PlanTask, each_steps: float) -> Iterator[OuterConfig]:
         outer = base.model_copy(update={key: value for part in parts for key, value in part.items()})
         known = settled(outer, each_steps / outer.local_steps)
         if waits(known):
-            outer = known
+            outer = outer if "rule.answers" in pins else known  # of a run that is on it was settled as it began
             if not outer.overlap.steps:
                 continue
         elif "overlap" not in pins and outer.overlap.late == "continue":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from geotrain.commands import dry_run
-from geotrain.config import ClusterConfig, ConfigError, ParallelConfig
+from geotrain.config import ClusterConfig, ConfigError, OuterConfig, ParallelConfig
 from geotrain.parameters.parameter_map import parameter_count
 from geotrain.plan.explain import doubts, reasons, synchronous_text
 from geotrain.plan.grouping import SLACK, divisions, fewest_workers
@@ -210,6 +210,12 @@ def test_in_a_short_run_answers_wait_and_have_the_time_to_come() -> None:
     ):  # fmt: skip
         outer = planned(run, hosts, pins, tokens=tokens).run.outer
         assert not waits(outer) and outer.overlap.late == "wait"
+    on = small_run(
+        outer={"overlap": {"steps": 4, "late": "continue", "adopt": "rebase"}}
+    )  # of a run that is on all is
+    agreed = Pins(outer=frozenset({*OuterConfig.model_fields, "rule.updates_per_send", "rule.answers"}))
+    kept = planned(on, hosts, agreed, tokens=1.3e8).run.outer
+    assert (kept.rule, kept.overlap, kept.local_steps) == (on.outer.rule, on.outer.overlap, on.outer.local_steps)
 
 
 def test_servers_have_as_many_shards_as_their_work_needs() -> None:
