@@ -210,9 +210,7 @@ def test_in_a_short_run_answers_wait_and_have_the_time_to_come() -> None:
     ):  # fmt: skip
         outer = planned(run, hosts, pins, tokens=tokens).run.outer
         assert not waits(outer) and outer.overlap.late == "wait"
-    on = small_run(
-        outer={"overlap": {"steps": 4, "late": "continue", "adopt": "rebase"}}
-    )  # of a run that is on all is
+    on = small_run(outer={"overlap": {"steps": 4, "late": "continue", "adopt": "rebase"}})
     agreed = Pins(outer=frozenset({*OuterConfig.model_fields, "rule.updates_per_send", "rule.answers"}))
     kept = planned(on, hosts, agreed, tokens=1.3e8).run.outer
     assert (kept.rule, kept.overlap, kept.local_steps) == (on.outer.rule, on.outer.overlap, on.outer.local_steps)
