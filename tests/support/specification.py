@@ -125,7 +125,8 @@ class Specification:
                     delayed_nesterov(v, delta, self.rule.region)
                 case RegionMomentumConfig():
                     v.momentum = self.decay * v.momentum + (1 - self.decay) * delta
-                    gain = self.rule.gain / max(1.0, 20 * (1 - self.decay))
+                    whole_from = 7 if getattr(self.rule, "answers", "") == "wait" else 20
+                    gain = self.rule.gain / max(1.0, whole_from * (1 - self.decay))
                     v.x = v.x - (delta + gain * v.momentum) / self.sharing[region]
                 case SyncConfig():
                     assert worker not in v.waiting, "two deltas of one worker in a round"
