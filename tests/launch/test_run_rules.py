@@ -75,7 +75,7 @@ def test_what_no_run_can_begin_with(regions: tuple[dict[str, Any], ...], outer: 
 @pytest.mark.parametrize(
     ("outer", "told"),
     [
-        ({"local_steps": 5}, ""),
+        ({"local_steps": 2}, ""),
         ({"local_steps": 12}, "^each worker has about 28 jobs .*$"),  # two regions that send after four jobs
         ({"local_steps": 13}, "about 9.6 times .* (1000 inner steps, 104 between"),
         ({"local_steps": 33, "levels": 1}, ""),  # each of three workers sends by itself
@@ -92,7 +92,7 @@ def test_what_no_run_can_begin_with(regions: tuple[dict[str, Any], ...], outer: 
             {"local_steps": 40, "overlap": LATE, "rule": {"name": "region_momentum", "merge_alpha": 0.75}},
             "regions answer before they know of the others",
         ),
-        ({"local_steps": 5, "overlap": LATE, "rule": {"name": "region_momentum", "updates_per_send": 1}}, ""),
+        ({"local_steps": 2, "overlap": LATE, "rule": {"name": "region_momentum", "updates_per_send": 1}}, ""),
     ],
 )
 def test_few_exchanges_are_told(outer: dict[str, Any], told: str) -> None:
