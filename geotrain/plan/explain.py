@@ -78,11 +78,12 @@ def reasons(plan: Plan) -> list[str]:
         f"{BUSY:.0%} (fullest: {s.busy:.0%}) and traffic under {TRAFFIC:.0%} of the accelerators' price"
     )
     if waits(s.outer):
-        tau, answer_s = s.outer.overlap.steps, max(region.answer_s for region in p.regions.values())
-        left_s = tau * min(worker.step_s for worker in p.workers.values())
+        tau = s.outer.overlap.steps
+        latest = max(p.workers.values(), key=lambda worker: p.regions[worker.region].answer_s / worker.step_s)
         found.append(
             f"answers wait for the other regions' deltas, as workers have fewer than {SHORT_RUN} jobs: an update and "
-            f"its answer take {answer_s:.3g} s of the {left_s:.3g} s that overlap.steps = {tau} leave them"
+            f"its answer take {p.regions[latest.region].answer_s:.3g} s of the {tau * latest.step_s:.3g} s that "
+            f"overlap.steps = {tau} leave them"
         )
     where = "in its own process" if s.shards == 1 else f"in {s.shards} shards, processes of their own"
     found.append(

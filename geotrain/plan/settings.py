@@ -167,8 +167,8 @@ def settings(
         dear = 0.0 if not usd_per_hour else max(0.0, traffic / usd_per_hour - TRAFFIC)
         late = max(0.0, server_busy - SERVER_BUSY)
         if waits(outer):
-            left_s = {t.region: outer.overlap.steps * t.step_s for t in timings}
-            late += max(0.0, *(region.answer_s / left_s[name] - 1 for name, region in paced.regions.items()))
+            tau = outer.overlap.steps
+            late += max(0.0, *(paced.regions[t.region].answer_s / (tau * t.step_s) - 1 for t in timings))
         misses = max(0.0, target - utilization) + max(0.0, busy - BUSY) + dear + late
         outer = cut(task, outer, shards)
         found.append(Setting(outer, shards, utilization, busy, server_busy, steps, traffic, misses))

@@ -193,8 +193,8 @@ def test_slower_links_bear_less() -> None:
 def test_in_a_short_run_answers_wait_and_have_the_time_to_come() -> None:
     """H and τ follow from how long an update travels; a plan that states K, or is of a long run, waits for nobody."""
     seen = []
-    for gbps in (100.0, 0.5, 0.1):
-        plan = planned(small_run(), inventory({"a": [(8, "d")], "b": [(8, "d")]}, gbps), tokens=1.3e8)
+    for slots, gbps in ((8, 100.0), (8, 0.5), (8, 0.1), (1, 0.03)):  # the last: H 4 and K 4 exchange as often
+        plan = planned(small_run(), inventory({"a": [(slots, "d")], "b": [(slots, "d")]}, gbps), tokens=1.3e8)
         outer, step_s = plan.run.outer, min(w.step_s for w in plan.prediction.workers.values())
         assert waits(outer) and outer.overlap.late == "continue" and plan.setting.misses == 0
         travel_s = max(region.answer_s for region in plan.prediction.regions.values())
